@@ -1,0 +1,100 @@
+"""One training step: a pass through the schedule, the loss, the norm, and when the update happens.
+
+Scope: both update modes, skipping of non-finite steps, what is pending between steps.
+Not here: the loop over steps, commits and logs (`trainer.py`); the arithmetic (`optim.py`); the passes (`tiering`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.config import RunConfig
+from megatrain.model import Slice, Units
+from megatrain.optim import GradientNorm, NonFiniteError, Update, clip_scale
+from megatrain.stream import StreamedModel
+from tiering.manager import Manager
+
+MAX_SKIPPED = 10
+"""Steps in a row with a non-finite gradient after which a run gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """loss: mean over the step's supervised tokens. grad_norm: before clipping. skipped: the first bad tensor."""
+
+    loss: float
+    grad_norm: float
+    clipped: bool
+    skipped: str | None = None
+
+
+class StepEngine:
+    """Steps over an open `Manager`. updates: optimizer steps applied or pending, as `state_steps` counts them."""
+
+    def __init__(self, run: RunConfig, units: Units, manager: Manager, updates: int) -> None:
+        self.run = run
+        self.manager = manager
+        self.updates = updates
+        self.model = StreamedModel(units, manager.op, self._gradient_ready)
+        self._norm = GradientNorm(units)
+        self._pending: Update | None = None
+        self._skipped_in_a_row = 0
+
+    @property
+    def deferred(self) -> bool:
+        return self.run.train.max_grad_norm is not None
+
+    def step(self, input_ids: torch.Tensor, *, last: bool) -> StepResult:
+        """Run one step on [batch, seq_len] token ids. last: `settle` follows, not another step."""
+        if self.deferred:
+            program = "first" if self._pending is None else "step"
+            self.manager.begin(program, last=last, context=self._pending)
+        else:
+            self.updates += 1
+            self.manager.begin("step", last=last, context=Update(step=self.updates, scale=None))
+        losses = self.model.step(input_ids, self.run.train.micro_batch)
+        return self._finish(sum(losses))
+
+    def _gradient_ready(self, unit: str, gradients: Mapping[Slice, torch.Tensor]) -> None:
+        bad = self._norm.add(gradients)
+        if bad is not None and not self.deferred:
+            # Updates of this step may have begun: it cannot be skipped, only left behind.
+            raise NonFiniteError(
+                f"the gradient of {bad} is not finite in step {self.updates}, and without clipping a step is updated "
+                f"as it goes. The committed state is step {self.manager.store.step}. Fix: resume from there with a "
+                f"lower optimizer.lr; a run with train.max_grad_norm skips such steps by itself."
+            )
+
+    def _finish(self, loss: float) -> StepResult:
+        bad = self._norm.first_bad()
+        total = self._norm.total()
+        if not self.deferred:
+            return StepResult(loss=loss, grad_norm=total.item(), clipped=False)
+        self._pending = None
+        if bad is not None or not torch.isfinite(total):
+            return StepResult(loss=loss, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
+        self._skipped_in_a_row = 0
+        assert self.run.train.max_grad_norm is not None
+        scale = clip_scale(total, self.run.train.max_grad_norm)
+        self.updates += 1
+        self._pending = Update(step=self.updates, scale=scale)
+        return StepResult(loss=loss, grad_norm=total.item(), clipped=bool(scale < 1))
+
+    def _skip(self, bad: str | None) -> str:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise NonFiniteError(
+                f"{MAX_SKIPPED} steps in a row had a non-finite gradient (first in {bad}). The committed state is step "
+                f"{self.manager.store.step}. Fix: resume from there with a lower optimizer.lr, or look at the data."
+            )
+        return bad or "the sum of all"
+
+    def settle(self) -> None:
+        """Apply what is pending, so that the state is that after the last step."""
+        if self._pending is not None:
+            self.manager.run("flush", context=self._pending)
+            self._pending = None
+
+    def close(self) -> None:
+        self.model.close()

@@ -1,0 +1,112 @@
+"""AdamW on tiles, and the global gradient norm, bit for bit as torch computes them.
+
+Scope: `TiledAdamW` (the fused kernel on the parts of parameters that lie in a tile), `GradientNorm` (as
+`clip_grad_norm_`), the error for a gradient that is not finite.
+Not here: when a tile is updated (`programs.py`, `tiering`), learning-rate settings (`config.py`).
+
+Source of the equality: the fused CPU kernel works in units of 16 elements, so cutting a tensor at multiples of 16
+elements from its start leaves every element on the same code path; norms are taken of whole parameters.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.config import OptimizerConfig
+from megatrain.model import Slice, Unit, Units
+from megatrain.programs import block_name
+from tiering.errors import TieringError
+from tiering.schedule import Action
+
+
+class NonFiniteError(TieringError):
+    """A gradient is not finite and the step cannot be undone; names the first bad tensor and the last commit."""
+
+    exit_code = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer step needs besides gradients. step: counted from 1. scale: None, or the clip factor."""
+
+    step: int
+    scale: torch.Tensor | None
+
+
+class TiledAdamW:
+    """`torch.optim.AdamW(fused=True)` on tiles of units. Stateless: moments live in blocks, the step in `Update`."""
+
+    def __init__(self, units: Units, config: OptimizerConfig) -> None:
+        self.config = config
+        self._units: dict[str, Unit] = {unit.name: unit for unit in units}
+
+    def __call__(self, action: Action, views: Mapping[str, torch.Tensor], update: Update) -> None:
+        """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8)."""
+        x = action.operands[0]
+        unit = x.block.rpartition("/")[0]
+        parts = list(_parts(self._units[unit].slices, x.lo // 4, x.hi // 4))
+        if not parts:
+            return
+        weight, gradient, mean, square = (
+            [views[block_name(unit, kind)].view(torch.float32)[lo:hi] for lo, hi in parts]
+            for kind in ("weight", "grad", "exp_avg", "exp_avg_sq")
+        )
+        if update.scale is not None:
+            torch._foreach_mul_(gradient, update.scale)
+        step = torch.tensor(float(update.step))
+        torch._fused_adamw_(
+            weight,
+            gradient,
+            mean,
+            square,
+            [],
+            [step] * len(parts),
+            lr=self.config.lr,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            weight_decay=self.config.weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _parts(slices: Sequence[Slice], lo: int, hi: int) -> Iterator[tuple[int, int]]:
+    """Ranges of parameters inside elements lo:hi of a block, counted from lo; the gaps between them are left alone."""
+    for place in slices:
+        begin, end = max(place.offset, lo), min(place.offset + place.numel, hi)
+        if begin < end:
+            yield begin - lo, end - lo
+
+
+class GradientNorm:
+    """The norm of all gradients of a step, from the norms of parameters as they become whole."""
+
+    def __init__(self, units: Units) -> None:
+        self._order = [place for _, place in units.slices()]
+        self._norms: dict[Slice, torch.Tensor] = {}
+
+    def add(self, gradients: Mapping[Slice, torch.Tensor]) -> str | None:
+        """Note the norms of some parameters; returns the name of one whose norm is not finite, if any."""
+        for place, gradient in gradients.items():
+            self._norms[place] = torch.linalg.vector_norm(gradient)
+        stacked = torch.stack([self._norms[place] for place in gradients])
+        if bool(torch.isfinite(stacked).all()):
+            return None
+        return next(place.name for place in gradients if not torch.isfinite(self._norms[place]))
+
+    def total(self) -> torch.Tensor:
+        """The global norm, as `torch.nn.utils.get_total_norm` gives it; forgets the step's norms."""
+        total = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in self._order]))
+        self._norms.clear()
+        return total
+
+    def first_bad(self) -> str | None:
+        """In the model's order, the first parameter whose gradient norm is not finite."""
+        return next((p.name for p in self._order if p in self._norms and not torch.isfinite(self._norms[p])), None)
+
+
+def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The factor that `torch.nn.utils.clip_grad_norm_` multiplies every gradient with."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)

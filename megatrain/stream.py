@@ -1,0 +1,296 @@
+"""Runs a model's own forward and backward on weights that are lent unit by unit.
+
+Scope: the custom autograd function behind every unit, vertical order over micro-batches, the head with its loss.
+Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), the update (`optim.py`).
+
+A unit's forward runs without grad and keeps only its inputs; its backward recomputes it with grad. The step's whole
+batch enters the model once; a unit splits it into micro-batches along the batch axis and runs them in order while it
+holds its weights. Shapes: B rows a step, m rows a micro-batch, S tokens a row, H hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.utils import ModelOutput
+
+from megatrain.model import Slice, Unit, Units, bound
+from megatrain.programs import HEAD, block_name
+
+Lend = Callable[[str], AbstractContextManager[Mapping[str, torch.Tensor]]]
+"""Enter op `name`: wait for its blocks and lend them (block name to flat uint8 bytes) until the exit."""
+
+GradientReady = Callable[[str, Mapping[Slice, torch.Tensor]], None]
+"""Told once a step for each unit whose gradient is whole, while its bytes are lent."""
+
+
+class StreamedModel:
+    """The model with every unit's forward replaced. One step at a time, from one thread."""
+
+    def __init__(self, units: Units, lend: Lend, gradient_ready: GradientReady) -> None:
+        self.units = units
+        self.model = units.model
+        self.by_name = {unit.name: unit for unit in units}
+        self._lend = lend
+        self._gradient_ready = gradient_ready
+        self._begun: set[str] = set()
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._rows = 0
+        self._micro = 1
+        self._output: type[ModelOutput] = ModelOutput
+        for unit in units:
+            if unit.module is not None:
+                unit.module.forward = self._replacement(unit, unit.module.forward)
+
+    def close(self) -> None:
+        """Give the units their own forwards back."""
+        for unit in self.units:
+            if unit.module is not None and "forward" in vars(unit.module):
+                del unit.module.forward
+
+    def step(self, input_ids: torch.Tensor, micro_batch: int) -> list[float]:
+        """Forward, loss and backward of a whole step; every gradient has been handed on when it returns.
+
+        input_ids: [B, S]; each token is the label of the one before it. Returns the loss of each micro-batch, already
+        divided by the supervised tokens of the whole step, so that their sum is the step's loss.
+        """
+        self._begun.clear()
+        self._enter_batch(input_ids, micro_batch)
+        hidden = self._base(input_ids)
+        losses, gradient = self._head(hidden.detach(), input_ids)
+        hidden.backward(gradient)
+        return losses
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the last position, [B, vocabulary]: one forward through all units."""
+        self._enter_batch(input_ids, len(input_ids))
+        hidden = self._base(input_ids)
+        with self._lend(HEAD) as views, bound(self.units.head, self._values(self.units.head, views)):
+            with self._stubbed(hidden[:, -1:]):
+                return self.model(input_ids=input_ids[:, -1:], use_cache=False).logits[:, -1].clone()
+
+    def _base(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The base model's own forward, unit by unit: [B, S] to [B, S, H]."""
+        output = self.model.base_model(input_ids=input_ids, use_cache=False)
+        self._output = type(output)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
+    def _enter_batch(self, input_ids: torch.Tensor, micro_batch: int) -> None:
+        self._rows = len(input_ids)
+        self._micro = micro_batch
+
+    def _values(self, unit: Unit, views: Mapping[str, torch.Tensor]) -> dict[Slice, torch.Tensor]:
+        return {b.slice: b.slice.of(views[block_name(b.unit, "weight")]) for b in unit.bindings}
+
+    def _head(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+        """Losses of the micro-batches and the gradient of the loss by `hidden`, [B, S, H].
+
+        The logits of one micro-batch at a time exist, as in a plain loop; the head's backward runs while they do.
+        """
+        supervised = labels.shape[0] * (labels.shape[1] - 1)
+        gradient = torch.empty_like(hidden)
+        losses = []
+        unit = self.units.head
+        with self._lend(HEAD) as views:
+            sink = _GradientSink(unit, views, self._begun)
+            with bound(unit, sink.leaves):
+                for rows in self._micro_batches():
+                    part = hidden[rows].detach().requires_grad_()
+                    with torch.enable_grad(), self._stubbed(part):
+                        out = self.model(
+                            input_ids=labels[rows], labels=labels[rows], use_cache=False, num_items_in_batch=supervised
+                        )
+                    out.loss.backward()
+                    sink.end_micro_batch()
+                    assert part.grad is not None
+                    gradient[rows] = part.grad
+                    losses.append(out.loss.item())
+                    del out, part
+            self._hand_on(unit, views)
+        return losses, gradient
+
+    @contextmanager
+    def _stubbed(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Inside, the base model returns `hidden`: the model's own forward becomes its head."""
+        base = self.model.base_model
+        base.forward = lambda *args, **kwargs: self._output(last_hidden_state=hidden)
+        try:
+            yield
+        finally:
+            del base.forward
+
+    def _micro_batches(self) -> Iterator[slice]:
+        for begin in range(0, self._rows, self._micro):
+            yield slice(begin, begin + self._micro)
+
+    def _hand_on(self, unit: Unit, views: Mapping[str, torch.Tensor]) -> None:
+        for name in unit.completes:
+            block = views[block_name(name, "grad")]
+            self._gradient_ready(name, {s: s.of(block) for s in self.by_name[name].slices})
+
+    def _replacement(self, unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = tree_flatten((args, kwargs))
+            call = _Call(self, unit, original, leaves, spec)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            outputs = _Streamed.apply(call, self._anchor, *tensors)
+            return tree_unflatten(list(outputs), call.out_spec)
+
+        return forward
+
+
+class _GradientSink:
+    """Leaves for a unit's parameters whose gradients go straight into the unit's lent gradient blocks.
+
+    The first contribution of a step defines the bytes, later ones are added in order: the arithmetic of `.grad`.
+    """
+
+    def __init__(self, unit: Unit, views: Mapping[str, torch.Tensor], begun: set[str]) -> None:
+        self.leaves: dict[Slice, torch.Tensor] = {}
+        self._targets: dict[Slice, torch.Tensor] = {}
+        self._defined: set[Slice] = set()
+        for binding in unit.bindings:
+            place = binding.slice
+            if place in self.leaves:
+                continue
+            leaf = place.of(views[block_name(binding.unit, "weight")]).detach().requires_grad_()
+            self.leaves[place] = leaf
+            self._targets[place] = place.of(views[block_name(binding.unit, "grad")])
+            if binding.unit in begun:
+                self._defined.add(place)
+            leaf.register_post_accumulate_grad_hook(lambda leaf, place=place: self._take(place, leaf))
+        begun.update(binding.unit for binding in unit.bindings)
+
+    def _take(self, place: Slice, leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if place in self._defined:
+            self._targets[place].add_(gradient)
+        else:
+            self._targets[place].copy_(gradient)
+            self._defined.add(place)
+
+    def end_micro_batch(self) -> None:
+        """A parameter that nothing used so far has gradient zero (it still decays, and has moments)."""
+        for place in self.leaves.keys() - self._defined:
+            self._targets[place].zero_()
+            self._defined.add(place)
+
+
+class _Call:
+    """One call of one unit: what its backward has to know besides tensors."""
+
+    def __init__(
+        self, owner: StreamedModel, unit: Unit, original: Callable[..., Any], leaves: Sequence[Any], spec: Any
+    ) -> None:
+        self.owner = owner
+        self.unit = unit
+        self.original = original
+        self.plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.tensor_at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.spec = spec
+        self.out_spec: Any = None
+        self.rows = owner._rows
+        self.micro_batches = list(owner._micro_batches())
+        self.rng: torch.Tensor | None = None
+
+    def split(self, tensor: torch.Tensor) -> bool:
+        """True for tensors with a batch axis: only they are cut into micro-batches."""
+        return len(self.micro_batches) > 1 and tensor.dim() > 1 and tensor.shape[0] == self.rows
+
+    def run(self, tensors: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
+        """The unit's own forward on one micro-batch. An output without a batch axis is repeated for each row."""
+        leaves = list(self.plain)
+        for index, tensor in zip(self.tensor_at, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        outputs, self.out_spec = tree_flatten(self.original(*args, **kwargs))
+        if len(self.micro_batches) == 1:
+            return outputs
+        height = rows.stop - rows.start
+        return [out.expand(height, *out.shape[1:]) if out.shape[0] == 1 else out for out in outputs]
+
+
+class _Streamed(torch.autograd.Function):
+    """A unit: forward on leased weights without grad, backward by recomputing."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # The anchor needs grad: without it the backward of a unit that only sees token ids would never be called.
+        del anchor
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        call.rng = torch.get_rng_state() if _draws(call.unit) else None
+        owner, unit = call.owner, call.unit
+        results: list[list[torch.Tensor]] = []
+        with owner._lend(f"fwd.{unit.name}") as views, bound(unit, owner._values(unit, views)):
+            for rows in call.micro_batches:
+                parts = [tensor[rows] if call.split(tensor) else tensor for tensor in tensors]
+                results.append(call.run(parts, rows))
+        if len(results) == 1:
+            return tuple(results[0])
+        return tuple(torch.cat(column) for column in zip(*results, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        owner, unit = call.owner, call.unit
+        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        wanted: list[bool] = list(ctx.needs_input_grad[2:])
+        collected: list[list[torch.Tensor]] = [[] for _ in tensors]
+        with owner._lend(f"bwd.{unit.name}") as views, _rng(call.rng):
+            sink = _GradientSink(unit, views, owner._begun)
+            with bound(unit, sink.leaves):
+                for rows in call.micro_batches:
+                    parts = [(tensor[rows] if call.split(tensor) else tensor).detach() for tensor in tensors]
+                    for part, want in zip(parts, wanted, strict=True):
+                        part.requires_grad_(want)
+                    with torch.enable_grad():
+                        outputs = call.run(parts, rows)
+                    whole = len(call.micro_batches) == 1
+                    torch.autograd.backward(outputs, [g if whole else g[rows] for g in gradients])
+                    sink.end_micro_batch()
+                    for into, part, want in zip(collected, parts, wanted, strict=True):
+                        if want and part.grad is not None:
+                            into.append(part.grad)
+                    del outputs, parts
+            owner._hand_on(unit, views)
+        return None, None, *(_joined(call, tensor, found) for tensor, found in zip(tensors, collected, strict=True))
+
+
+def _joined(call: _Call, tensor: torch.Tensor, found: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of an input from those of its micro-batches."""
+    if not found:
+        return None
+    if len(found) == 1:
+        return found[0]
+    return torch.cat(list(found)) if call.split(tensor) else torch.stack(list(found)).sum(0)
+
+
+def _draws(unit: Unit) -> bool:
+    """True if the unit draws random numbers when it runs."""
+    modules = unit.module.modules() if unit.module is not None else ()
+    return any(
+        isinstance(value, float) and 0 < value < 1 and "drop" in name
+        for module in modules
+        for name, value in (("dropout", module.p) if isinstance(module, nn.Dropout) else ("", 0), *vars(module).items())
+    )
+
+
+@contextmanager
+def _rng(state: torch.Tensor | None) -> Iterator[None]:
+    """Inside, random numbers are those that followed `state`; outside, as if nothing had been drawn."""
+    if state is None:
+        yield
+        return
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now)

@@ -1,0 +1,265 @@
+"""The loop of a run: from a run file to trained, committed state.
+
+Scope: opening the state (new or resumed), steps, commits, the progress line and log, a clean end on Ctrl-C.
+Not here: one step (`engine.py`), what is decided beforehand (`prepare.py`).
+"""
+
+import hashlib
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import RunConfig, dump_run
+from megatrain.data import Batches, prepare_tokens
+from megatrain.engine import StepEngine, StepResult
+from megatrain.errors import UserError
+from megatrain.model import Units, first_weights
+from megatrain.optim import TiledAdamW
+from megatrain.prepare import Prepared, prepare, refuse_device
+from megatrain.programs import KINDS, block_name
+from megatrain.report import PlanReport
+from megatrain.sizes import format_seconds, format_size
+from tiering.manager import Manager
+from tiering.store import JSON, TensorSpec, has_state
+from tiering.trace import Figures
+
+INTERRUPTED = 130
+RUN_FILE = "run.yaml"
+LOG_FILE = "log.jsonl"
+
+
+def train(run: RunConfig, *, resume: bool, console: Console) -> int:
+    """Train as `run` says; returns the exit code. Raises UserError or a TieringError."""
+    refuse_device(run)
+    _refuse_state(run, resume)
+    prepared = prepare(run)
+    report = PlanReport(prepared=prepared)
+    report.render(console)
+    run.output.dir.mkdir(parents=True, exist_ok=True)
+    batches = open_run_batches(prepared, run.output.dir, console)
+    (run.output.dir / RUN_FILE).write_text(dump_run(run))
+    (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
+    with open_state(prepared, batches, run.tiers.nvme[0], resume=resume, console=console) as manager:
+        console.print(manager.engine_line)
+        done = int(_number(manager.store.run, "step"))
+        updates = int(_number(manager.store.run, "updates"))
+        engine = StepEngine(run, prepared.units, manager, updates)
+        try:
+            return _Loop(prepared, batches, manager, engine, console).run(done)
+        finally:
+            engine.close()
+
+
+def _refuse_state(run: RunConfig, resume: bool) -> None:
+    root = run.tiers.nvme[0]
+    if has_state(root) and not resume:
+        raise UserError(f"tiers.nvme: {root} holds the state of a run already. Fix: --resume to go on with it, another "
+                        "folder, or remove that one")  # fmt: skip
+    if resume and not has_state(root):
+        raise UserError(f"tiers.nvme: {root} holds no state to resume. Fix: run without --resume, or give the folder "
+                        "that the run used")  # fmt: skip
+
+
+def _number(run: Mapping[str, JSON], key: str) -> float:
+    value = run.get(key, 0)
+    assert isinstance(value, int | float), f"{key} is {value!r}"
+    return value
+
+
+def open_run_batches(prepared: Prepared, folder: Path, console: Console) -> Batches:
+    """The run's batches; tokens are cached in `folder`."""
+    run = prepared.run
+    vocabulary = prepared.units.model.config.get_text_config().vocab_size
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("tokens", total=None)
+        tokens = prepare_tokens(
+            run.data,
+            vocabulary,
+            folder / "tokens",
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for notice in tokens.notices:
+        console.print(notice)
+    console.print(f"Data: {tokens.count:,} tokens in windows of {run.data.seq_len}")
+    return Batches(tokens, run.data.seq_len, run.train.batch, run.train.seed)
+
+
+def identity(prepared: Prepared, batches: Batches) -> dict[str, JSON]:
+    """What has to be equal for a run to go on with a state: all that decides its numbers."""
+    layout = [[u.name, s.name, list(s.shape), s.offset] for u in prepared.units for s in u.slices]
+    return {
+        "numerics": prepared.run.numerics(),
+        "data": batches.fingerprint(),
+        "layout": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
+    }
+
+
+def tensor_specs(units: Units) -> dict[str, tuple[TensorSpec, ...]]:
+    """The attributes of every durable block: which parameters lie where in it."""
+    specs = {u.name: tuple(TensorSpec(name=s.name, shape=s.shape, offset=s.offset) for s in u.slices) for u in units}
+    return {block_name(unit, kind): tensors for unit, tensors in specs.items() for kind in KINDS}
+
+
+@contextmanager
+def open_state(
+    prepared: Prepared, batches: Batches, root: Path, *, resume: bool, console: Console
+) -> Iterator[Manager]:
+    """The tiers of a run, loaded and ready for the next step; a new state is filled and committed as step 0."""
+    run, units = prepared.run, prepared.units
+    update = TiledAdamW(units, run.optimizer)
+    options: dict[str, Any] = {"engine": run.tiers.engine, "serial": run.tiers.serial}
+    named = identity(prepared, batches)
+    if resume:
+        manager = Manager.resume(prepared.plan, root, named, update, **options)
+    else:
+        manager = Manager.create(prepared.plan, root, tensor_specs(units), named, update, **options)
+    with manager:
+        if manager.store.step is None:
+            _fill(manager, run, units, console)
+            manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, "rng": _rng_state(run.train.seed)})
+        _set_rng(manager.store.run)
+        manager.load()
+        yield manager
+
+
+def _fill(manager: Manager, run: RunConfig, units: Units, console: Console) -> None:
+    """First weights, unit by unit; moments start as the zeros that the store is made of."""
+    checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
+    owners = [unit for unit in units if unit.nbytes]
+    with Progress(console=console, transient=True) as progress:
+        for unit in progress.track(owners, description="first weights"):
+
+            def fill(block: torch.Tensor, unit: Any = unit) -> None:
+                if checkpoint is not None:
+                    checkpoint.fill(unit, block)
+                else:
+                    first_weights(units, unit, run.train.seed, block)
+
+            manager.put(block_name(unit.name, "weight"), fill)
+            for kind in KINDS[1:]:
+                manager.put(block_name(unit.name, kind), _zero)
+
+
+def _zero(block: torch.Tensor) -> None:
+    block.zero_()
+
+
+def _rng_state(seed: int | None = None) -> str:
+    """The state of torch's generator as text; `seed`: of a generator seeded with it."""
+    generator = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
+    return bytes(generator.get_state().tolist()).hex()
+
+
+def _set_rng(run: Mapping[str, JSON]) -> None:
+    text = run.get("rng")
+    assert isinstance(text, str), "a commit holds the state of the random generator"
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying; a second SIGINT is the usual KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if number in seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    kept = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+class _Loop:
+    """Steps until the end or an interrupt."""
+
+    def __init__(
+        self, prepared: Prepared, batches: Batches, manager: Manager, engine: StepEngine, console: Console
+    ) -> None:
+        self.prepared = prepared
+        self.run_config = prepared.run
+        self.batches = batches
+        self.manager = manager
+        self.engine = engine
+        self.console = console
+        self.skipped = int(_number(manager.store.run, "skipped"))
+        self.losses: list[float] = []
+
+    def run(self, done: int) -> int:
+        steps = self.run_config.train.steps
+        if done >= steps:
+            self.console.print(f"Nothing to do: the state is at step {done} of {steps}.")
+            return 0
+        if done:
+            self.console.print(f"Going on from step {done} of {steps}.")
+        with _interrupts() as interrupts, (self.run_config.output.dir / LOG_FILE).open("a") as log:
+            self.manager.trace.take()
+            for number in range(done + 1, steps + 1):
+                ends = number == steps
+                commits = ends or number % self.run_config.train.commit_every == 0
+                ids = torch.from_numpy(self.batches.batch_at(number - 1))
+                result = self.engine.step(ids, last=ends or (commits and self.engine.deferred))
+                self.losses.append(result.loss)
+                self.skipped += result.skipped is not None
+                stop = bool(interrupts)
+                self._report(number, result, log)
+                if commits or stop:
+                    self._commit(number)
+                if stop:
+                    self.console.print(
+                        f"Interrupted: step {number} of {steps} is committed. "
+                        f"Go on with: megatrain train {self.run_config.output.dir / RUN_FILE} --resume"
+                    )
+                    return INTERRUPTED
+        self._goodbye()
+        return 0
+
+    def _commit(self, number: int) -> None:
+        self.engine.settle()
+        run: dict[str, JSON] = {"step": number, "updates": self.engine.updates, "skipped": self.skipped}
+        self.manager.commit(number, {**run, "rng": _rng_state()})
+
+    def _report(self, number: int, result: StepResult, log: Any) -> None:
+        _, figures = self.manager.trace.take()
+        tokens = self.run_config.train.batch * self.run_config.data.seq_len
+        row = {"step": number, **asdict(result), "tokens_per_s": tokens / figures.wall_s, **asdict(figures)}
+        row["predicted_s"] = self.prepared.plan.timeline.pass_s
+        log.write(json.dumps(row) + "\n")
+        log.flush()
+        self.console.print(self._line(number, result, figures, tokens), highlight=False)
+
+    def _line(self, number: int, result: StepResult, figures: Figures, tokens: int) -> str:
+        wall_s = figures.wall_s
+        plan = self.prepared.plan
+        note = f"  [yellow]skipped: {result.skipped} is not finite[/yellow]" if result.skipped else ""
+        return (
+            f"step {number}/{self.run_config.train.steps}  loss {result.loss:.4f}  "
+            f"grad norm {result.grad_norm:.3f}{' (before clipping)' if result.clipped else ''}  "
+            f"{tokens / wall_s:,.0f} tok/s  {format_seconds(wall_s)} (plan {format_seconds(plan.timeline.pass_s)})  "
+            f"NVMe r {figures.read_bytes / wall_s / 1e9:.2f} w {figures.written_bytes / wall_s / 1e9:.2f} GB/s  "
+            f"host {format_size(plan.host_bytes)} of {format_size(self.prepared.host_budget)}{note}"
+        )
+
+    def _goodbye(self) -> None:
+        run = self.run_config
+        folder = run.output.dir
+        self.console.print(
+            f"[bold]Done[/bold]: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} over {len(self.losses)} steps"
+            + (f", {self.skipped} skipped" if self.skipped else "")
+        )
+        self.console.print(
+            f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)"
+        )

@@ -1,0 +1,138 @@
+"""The same run twice, tiered and as a plain loop, compared bit by bit.
+
+Scope: `megatrain verify`: equal first weights for both, N steps each, every loss, norm, weight and moment compared.
+Not here: the plain loop (`reference.py`), the tiered one (`engine.py`).
+"""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import zarr
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from megatrain.config import RunConfig
+from megatrain.data import Batches
+from megatrain.engine import StepEngine
+from megatrain.model import Units, first_weights, model_config
+from megatrain.prepare import Prepared, prepare
+from megatrain.programs import KINDS, block_name
+from megatrain.reference import Reference, train_plain
+from megatrain.report import PlanReport
+from megatrain.trainer import open_run_batches, open_state
+from tiering.place import nearest_directory
+
+
+def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
+    """Train `steps` steps both ways; the result says `identical`, and how far apart if not.
+
+    Works in a temporary folder beside `tiers.nvme`, on the same drive; the run's own state is not touched.
+    """
+    prepared = prepare(run)
+    parent = nearest_directory(run.tiers.nvme[0])
+    folder = Path(tempfile.mkdtemp(prefix=".verify-", dir=parent))
+    try:
+        batches = open_run_batches(prepared, folder, console)
+        plain = _plain(prepared, batches, steps, console)
+        losses, grad_norms = _tiered(prepared, batches, folder / "state", steps, console)
+        return _compare(prepared, plain, losses, grad_norms, folder / "state")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _plain(prepared: Prepared, batches: Batches, steps: int, console: Console) -> Reference:
+    run = prepared.run
+    model = _plain_model(prepared.units, run)
+    optimizer = run.optimizer
+    torch.manual_seed(run.train.seed)
+    return train_plain(
+        model,
+        [torch.from_numpy(batches.batch_at(step)) for step in range(steps)],
+        micro_batch=run.train.micro_batch,
+        max_grad_norm=run.train.max_grad_norm,
+        optimizer={
+            "lr": optimizer.lr,
+            "betas": optimizer.betas,
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        },
+        progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
+    )
+
+
+def _plain_model(units: Units, run: RunConfig) -> Any:
+    """The whole model in RAM: from its folder, or with the first weights that the tiered run draws."""
+    if run.model.path is not None:
+        return AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(model_config(run.model.json_config()), dtype=torch.float32)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for unit in units:
+            block = torch.empty(unit.nbytes, dtype=torch.uint8)
+            first_weights(units, unit, run.train.seed, block)
+            for place in unit.slices:
+                named[place.name].copy_(place.of(block))
+    return model
+
+
+def _tiered(
+    prepared: Prepared, batches: Batches, root: Path, steps: int, console: Console
+) -> tuple[list[float], list[float]]:
+    losses, grad_norms = [], []
+    with open_state(prepared, batches, root, resume=False, console=console) as manager:
+        engine = StepEngine(prepared.run, prepared.units, manager, 0)
+        try:
+            for step in range(steps):
+                result = engine.step(torch.from_numpy(batches.batch_at(step)), last=step + 1 == steps)
+                losses.append(result.loss)
+                grad_norms.append(result.grad_norm)
+                console.print(f"tiered step {step + 1}/{steps}")
+            engine.settle()
+            manager.commit(steps, {"step": steps})
+        finally:
+            engine.close()
+    return losses, grad_norms
+
+
+def _compare(
+    prepared: Prepared, plain: Reference, losses: list[float], grad_norms: list[float], root: Path
+) -> dict[str, Any]:
+    """Reads the committed state as any user would: through zarr."""
+    named = dict(plain.model.named_parameters())
+    wanted: Mapping[str, Mapping[str, torch.Tensor]] = {
+        "weight": {name: parameter.detach() for name, parameter in named.items()},
+        "exp_avg": plain.exp_avg,
+        "exp_avg_sq": plain.exp_avg_sq,
+    }
+    group = zarr.open_group(root, mode="r")
+    differing: list[str] = []
+    furthest = dict.fromkeys(KINDS, 0.0)
+    for unit in prepared.units:
+        for kind in KINDS if unit.nbytes else ():
+            array = group[block_name(unit.name, kind)]
+            assert isinstance(array, zarr.Array)
+            block = torch.from_numpy(array[:]).view(torch.uint8)
+            for place in unit.slices:
+                found, expected = place.of(block), wanted[kind][place.name].contiguous()
+                if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
+                    differing.append(f"{place.name} {kind}")
+                    furthest[kind] = max(furthest[kind], (found - expected).abs().max().item())
+    same_numbers = losses == plain.losses and grad_norms == plain.grad_norms
+    report = PlanReport(prepared=prepared)
+    return {
+        "identical": same_numbers and not differing,
+        "steps": len(losses),
+        "losses": losses,
+        "plain_losses": plain.losses,
+        "grad_norms": grad_norms,
+        "plain_grad_norms": plain.grad_norms,
+        "max_abs_diff": furthest,
+        "differing": differing,
+        "placement": report.placement(),
+        "nvme_share": report.nvme_share(),
+        "parameters": prepared.units.parameters,
+    }

@@ -1,0 +1,73 @@
+"""One host allocation that every block in RAM lives in.
+
+Scope: `Arena`: an anonymous, page-aligned mapping, lent out as views and tensors without a copy.
+Not here: who may use which bytes and when (`tiering/schedule.py` assigns them, `tiering/check.py` proves it).
+"""
+
+import mmap
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tiering.errors import BudgetError
+from tiering.workload import PAGE
+
+
+class Arena:
+    """`nbytes` of host memory in one piece, bounded by construction: nothing here can make it grow.
+
+    Creating it touches no page: memory is taken as bytes are first written.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes` is rounded up to whole pages. Raises `BudgetError` where the kernel refuses the mapping."""
+        assert nbytes >= 0, f"an arena of {nbytes} bytes"
+        self.nbytes = max(1, -(-nbytes // PAGE)) * PAGE
+        try:
+            mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise BudgetError(
+                f"HOST needs one mapping of {self.nbytes} bytes and the kernel refuses it "
+                f"({error.strerror}). Fix: a smaller host budget, or a higher memory limit."
+            ) from error
+        self._map: mmap.mmap | None = mapping
+        self._bytes = memoryview(mapping)
+        with suppress(AttributeError, OSError):  # a kernel without huge pages: slower page faults, the same bytes
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+
+    def view(self, lo: int, hi: int) -> memoryview:
+        """Bytes [lo, hi) as a writable view; no copy."""
+        self._check(lo, hi)
+        return self._bytes[lo:hi]
+
+    def tensor(self, lo: int, hi: int) -> torch.Tensor:
+        """Bytes [lo, hi) as a flat uint8 tensor; no copy."""
+        mapping = self._check(lo, hi)
+        if lo == hi:
+            return torch.empty(0, dtype=torch.uint8)  # frombuffer refuses an empty range
+        return torch.frombuffer(mapping, dtype=torch.uint8, offset=lo, count=hi - lo)
+
+    def _check(self, lo: int, hi: int) -> mmap.mmap:
+        assert self._map is not None, "the arena is closed"
+        assert 0 <= lo <= hi <= self.nbytes, f"[{lo}, {hi}) is not inside an arena of {self.nbytes} bytes"
+        return self._map
+
+    def close(self) -> None:
+        """Lends nothing more and drops the arena's own references.
+
+        The memory goes back at once if no view or tensor is left, and with the last of them otherwise. It is not
+        unmapped here: `mmap.close` would refuse under a live view, but not under a live tensor (torch keeps the object,
+        not the buffer), and the next read of that tensor would kill the process (tried).
+        """
+        self._bytes.release()
+        self._map = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

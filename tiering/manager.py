@@ -1,0 +1,159 @@
+"""Opens and closes the tiers of a plan; the trainer's only door to them.
+
+Scope: arena, engine, store and pipeline as one resource; homes in HOST loaded and saved; commits.
+Not here: decisions (`plan.py`), the loop that runs actions (`pipeline.py`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from tiering.arena import Arena
+from tiering.check import check
+from tiering.engine import EngineName, IOEngine, choose_engine
+from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater, Views
+from tiering.plan import Plan
+from tiering.store import JSON, BlockStore, StoredBlock, TensorSpec
+from tiering.trace import Trace
+
+Tensors = Mapping[str, tuple[TensorSpec, ...]]
+"""Block name to the tensors in it: what a reader of the store sees as the block's attributes."""
+
+
+def stored_blocks(plan: Plan, tensors: Tensors) -> list[StoredBlock]:
+    """The durable blocks of a plan as the store keeps them; they do not depend on the placement."""
+    return [
+        StoredBlock(name=b.name, unit=b.unit, kind=b.kind, nbytes=b.nbytes, tensors=tensors.get(b.name, ()))
+        for b in plan.workload.of_life("durable")
+    ]
+
+
+def scratch_blocks(plan: Plan) -> list[StoredBlock]:
+    """Blocks that this plan spills but no commit names."""
+    return [
+        StoredBlock(name=b.name, unit=b.unit, kind=b.kind, nbytes=b.nbytes, scratch=True)
+        for b in plan.workload.of_life("carried")
+        if plan.placement.host_bytes.get(b.name, 0) < b.nbytes
+    ]
+
+
+class Manager:
+    """An open plan. A context manager: leaving it stops all transfers; what was not committed is forgotten."""
+
+    def __init__(self, plan: Plan, store: BlockStore, engine: IOEngine, update: Updater, *, serial: bool) -> None:
+        """Takes over `store` and `engine`. Every schedule is proven first (raises `ScheduleError`)."""
+        for schedule in plan.schedules.values():
+            check(plan.workload, plan.placement, schedule)
+        self.plan = plan
+        self.store = store
+        self.engine = engine
+        self.trace = Trace()
+        self.arena = Arena(plan.host_bytes)
+        self.pipeline = Pipeline(self.arena, store, engine, update, serial=serial, trace=self.trace)
+        self.engine_line = ""
+        self._saved_updates = 0
+
+    @classmethod
+    def create(
+        cls,
+        plan: Plan,
+        root: Path,
+        tensors: Tensors,
+        identity: Mapping[str, JSON],
+        update: Updater,
+        *,
+        engine: EngineName = "auto",
+        serial: bool = False,
+    ) -> Self:
+        """A new store at `root`, opened. Raises what `BlockStore.create` and `choose_engine` raise."""
+        store = BlockStore.create(root, stored_blocks(plan, tensors), identity=identity)
+        return cls._opened(plan, store, update, engine, serial)
+
+    @classmethod
+    def resume(
+        cls,
+        plan: Plan,
+        root: Path,
+        identity: Mapping[str, JSON],
+        update: Updater,
+        *,
+        engine: EngineName = "auto",
+        serial: bool = False,
+    ) -> Self:
+        """The store at `root` as its last commit left it. Raises what `BlockStore.open` and `choose_engine` raise."""
+        store = BlockStore.open(root, expect=identity)
+        return cls._opened(plan, store, update, engine, serial)
+
+    @classmethod
+    def _opened(cls, plan: Plan, store: BlockStore, update: Updater, name: EngineName, serial: bool) -> Self:
+        engine: IOEngine | None = None
+        try:
+            store.add_scratch(scratch_blocks(plan))
+            engine, why = choose_engine(name, store.root)
+            manager = cls(plan, store, engine, update, serial=serial)
+            manager.engine_line = why
+            return manager
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            store.close()
+            raise
+
+    def put(self, block: str, fill: Callable[[torch.Tensor], None]) -> None:
+        """Set a durable block on NVME from `fill`, which is given its bytes (flat uint8). Before `load` only."""
+        nbytes = self.plan.workload.blocks[block].nbytes
+        fill(self.arena.tensor(0, nbytes))
+        futures = []
+        for lo in range(0, nbytes, REQUEST_BYTES):
+            for extent, begin, end in self.store.write_extents(block, lo, min(lo + REQUEST_BYTES, nbytes)):
+                futures.append(self.engine.submit_write(extent, self.arena.view(begin, end)))
+        for future in futures:
+            future.result()  # the write of one piece of this block
+        self.store.wrote(block, 0, nbytes)
+
+    def load(self) -> None:
+        """Read the homes in HOST from the store."""
+        self.pipeline.run(self.plan.load)
+
+    def begin(self, program: str, *, last: bool = False, context: Any = None) -> None:
+        """Open a pass of a program; `last`: no other pass of it follows at once. See `Pipeline.begin`."""
+        self.pipeline.begin(self.plan.schedules[program], last=last, context=context)
+
+    def run(self, program: str, *, context: Any = None) -> None:
+        """A program that is all updates, from start to end."""
+        self.pipeline.run(self.plan.schedules[program], context=context)
+
+    def op(self, name: str) -> AbstractContextManager[Views]:
+        """Enter a compute op of the open pass: waits for its blocks, lends them, takes them back."""
+        return self.pipeline.op(name)
+
+    def commit(self, step: int, run: Mapping[str, JSON]) -> None:
+        """Make the state after all passes so far durable: waits for them, saves changed homes, commits the store."""
+        self.pipeline.drain()
+        if self.pipeline.updates != self._saved_updates:
+            with self.pipeline.aside():
+                self.pipeline.run(self.plan.save)
+            self._saved_updates = self.pipeline.updates
+        self.store.commit(step, run, self._sync)
+
+    def _sync(self, paths: Iterable[Path]) -> None:
+        self.engine.sync(paths)
+
+    def close(self) -> None:
+        """Stop, wait for transfers in flight, close everything. Never commits."""
+        self.pipeline.close()
+        self.engine.close()
+        self.store.close()
+        self.arena.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

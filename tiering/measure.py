@@ -1,0 +1,109 @@
+"""Quick measurements of this machine: what the planner reckons with when nothing better is known.
+
+Scope: disk rates through the real engine on a file that is removed, FP32 matrix products at a model's width, the fused
+AdamW kernel, and the smallest memory limit on the process's cgroup path. A second or two in all.
+Not here: the full measurement of a machine with sustained rates (a benchmark's business).
+"""
+
+import os
+import time
+from concurrent.futures import wait
+from pathlib import Path
+
+import psutil
+import torch
+
+from tiering.arena import Arena
+from tiering.engine import Extent, IOEngine, choose_engine
+from tiering.hardware import Hardware, Rate
+from tiering.place import nearest_directory
+
+MiB = 1 << 20
+
+
+def measure(path: Path, *, width: int, tokens: int, disk_bytes: int = 192 * MiB) -> Hardware:
+    """Rates at `path` (its nearest existing folder) and of this CPU.
+
+    width: hidden size, tokens: rows of a matrix product. Raises what the engine raises.
+    """
+    with choose_engine("posix", nearest_directory(path))[0] as engine:
+        write, read = _disk(engine, nearest_directory(path), disk_bytes)
+    return Hardware(read=read, write=write, compute=_compute(width, tokens), update=_update())
+
+
+def _disk(engine: IOEngine, folder: Path, nbytes: int) -> tuple[Rate, Rate]:
+    """Write and read rate of one fresh file, 8 MiB requests, all in flight."""
+    piece = 8 * MiB
+    path = folder / f".measure-{os.getpid()}"
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        rates = []
+        with Arena(piece) as arena:
+            arena.tensor(0, piece).fill_(1)
+            view = arena.view(0, piece)
+            for submit, verb in ((engine.submit_write, "write"), (engine.submit_read, "read")):
+                extents = [Extent(path=path, offset=at, nbytes=piece, block=verb) for at in range(0, nbytes, piece)]
+                begin_s = time.perf_counter()
+                for future in wait([submit(extent, view) for extent in extents]).done:
+                    future.result()
+                took_s = time.perf_counter() - begin_s
+                rates.append(
+                    Rate(per_s=nbytes / took_s, source="measured", how=f"{nbytes // MiB} MiB {verb} at {folder}")
+                )
+            del view
+    finally:
+        os.close(fd)
+        path.unlink()
+    return rates[0], rates[1]
+
+
+def _compute(width: int, tokens: int) -> Rate:
+    """FLOP/s of [tokens, width] x [width, 4 width] in FP32, the best of a few."""
+    a, b = torch.rand(tokens, width), torch.rand(width, 4 * width)
+    flops = 2 * tokens * width * 4 * width
+    best_s = min(_timed(lambda: torch.mm(a, b)) for _ in range(8))
+    return Rate(
+        per_s=flops / best_s, source="measured", how=f"FP32 matmul [{tokens}, {width}] x [{width}, {4 * width}]"
+    )
+
+
+def _update() -> Rate:
+    """Bytes/s of weight, grad and both moments through the fused AdamW kernel."""
+    count = 1 << 20
+    parameter, gradient, mean, square = (torch.rand(count) for _ in range(4))
+    step = torch.ones(())
+
+    def run() -> None:
+        torch._fused_adamw_(
+            [parameter], [gradient], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    best_s = min(_timed(run) for _ in range(8))
+    return Rate(per_s=16 * count / best_s, source="measured", how="fused AdamW on 4 MiB tensors")
+
+
+def _timed(work: object) -> float:
+    begin_s = time.perf_counter()
+    work()  # type: ignore[operator]
+    return max(time.perf_counter() - begin_s, 1e-9)
+
+
+def memory_limit() -> tuple[int, str]:
+    """Bytes of RAM that this process may take, and what sets that limit: the machine, or a cgroup on its path."""
+    limit, why = psutil.virtual_memory().total, "the machine's RAM"
+    for mount, files in (("/sys/fs/cgroup", ("memory.max",)), ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",))):
+        for line in Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else ():
+            number, controllers, path = line.split(":", 2)
+            if (mount.endswith("memory")) != ("memory" in controllers.split(",")) or (
+                number != "0" and not controllers
+            ):
+                continue
+            folder = Path(mount) / path.lstrip("/")
+            for place in (folder, *folder.parents):
+                for name in files:
+                    text = (place / name).read_text().strip() if (place / name).is_file() else "max"
+                    if text.isdigit() and int(text) < limit:
+                        limit, why = int(text), f"cgroup {place / name}"
+    return limit, why

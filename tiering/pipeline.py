@@ -1,0 +1,333 @@
+"""Runs schedules: issues every action as soon as what it waits for has completed.
+
+Scope: passes and their bookkeeping, the I/O and update lanes, the rendezvous with the code that computes.
+Not here: what to do and where (`lower.py`), the transfers themselves (`engine.py`), what an op computes (the caller).
+
+One loop, two modes: a serial run has one more wait a line, for the line before it. Reading order of the states:
+*waiting* (its `missing` count is not 0) -> *ready* (in its lane's heap) -> *running* -> *done*. Only `_done` moves an
+action to done, under the lock, and it wakes whoever waits. After a failure (I10) nothing more is issued, and every
+call raises that failure.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
+
+import torch
+
+from tiering.arena import Arena
+from tiering.engine import Extent, IOEngine
+from tiering.errors import ScheduleError
+from tiering.schedule import Action, Schedule, Verb
+from tiering.store import BlockStore
+from tiering.trace import WAIT, Trace
+
+REQUEST_BYTES = 8 << 20
+IN_FLIGHT = 8
+
+Views = Mapping[str, torch.Tensor]
+"""Block name to its bytes in HOST (flat uint8): the whole block, or the tile that the action names."""
+
+Updater = Callable[[Action, Views, Any], None]
+"""Runs one tile of an update op; the last argument is what `begin` was given for its pass."""
+
+
+class _Pass:
+    """One pass through a schedule: which lines are done, and how many others each still waits for."""
+
+    def __init__(
+        self, number: int, schedule: Schedule, serial: bool, before: "_Pass | None", last: bool, context: Any
+    ) -> None:
+        self.number = number
+        self.schedule = schedule
+        self.context = context
+        count = len(schedule.actions)
+        self.is_done = bytearray(count)
+        self.left = count
+        self.missing = [0] * count
+        self.followers: list[list[int]] = [[] for _ in range(count)]
+        self.next_followers: list[list[int]] = [[] for _ in range(count)]
+        self.after: _Pass | None = None
+        self.skipped = [last and action.next_pass for action in schedule.actions]
+        for index, action in enumerate(schedule.actions):
+            waits = set(action.after)
+            if serial:
+                waits.add((index - 1, 0) if index else (count - 1, 1))
+            for waited, back in waits:
+                if back == 0:
+                    self.followers[waited].append(index)
+                    self.missing[index] += 1
+                    continue
+                self.next_followers[waited].append(index)
+                self.missing[index] += before is not None and not before.is_done[waited]
+        self.computes = deque(i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute")
+
+
+class Pipeline:
+    """Runs one schedule after the other over one arena, store and engine. Not for use from several threads."""
+
+    def __init__(
+        self, arena: Arena, store: BlockStore, engine: IOEngine, update: Updater, *, serial: bool, trace: Trace
+    ) -> None:
+        self.arena = arena
+        self.store = store
+        self.engine = engine
+        self.serial = serial
+        self.trace = trace
+        self.updates = 0  # tiles updated so far
+        self._update = update
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._passes: dict[int, _Pass] = {}
+        self._current: _Pass | None = None
+        self._numbers = 0
+        self._io: list[tuple[int, int]] = []
+        self._requests: deque[tuple[_Pass, int, Extent, memoryview]] = deque()
+        self._in_flight = 0
+        self._io_left: dict[tuple[int, int], list[float]] = {}
+        self._updates: list[tuple[int, int]] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._update_lane, name="update", daemon=True)
+        self._thread.start()
+
+    def begin(self, schedule: Schedule, *, last: bool = False, context: Any = None) -> None:
+        """Open a pass; its updates are given `context`, whenever they run.
+
+        A cyclic schedule flows on from its own pass before, unless that was a last one.
+        """
+        before = self._current
+        flows = before is not None and before.schedule is schedule and schedule.cyclic and not any(before.skipped)
+        if not flows:
+            self.drain()
+            before = None
+            if schedule.lead_in:
+                self.run(_lead_in(schedule))
+        with self._changed:
+            for older in list(self._passes.values()):
+                if older is not before:
+                    self._wait(lambda older=older: older.left == 0)  # type: ignore[misc]  # every action of it
+            self._numbers += 1
+            new = _Pass(self._numbers, schedule, self.serial, before, last, context)
+            self._current = new
+            if new.left:
+                self._passes[new.number] = new
+            if before is not None:
+                before.after = new
+            for index in range(len(schedule.actions)):
+                if not new.missing[index] and not new.is_done[index]:
+                    self._ready(new, index)
+            self._issue()
+
+    def run(self, schedule: Schedule, *, context: Any = None) -> None:
+        """A whole schedule that needs nobody to compute: loading, saving, a flush."""
+        self.drain()
+        self.begin(schedule, context=context)
+        self.drain()
+        self._current = None
+
+    @contextmanager
+    def op(self, name: str) -> Iterator[Views]:
+        """The rendezvous: wait until compute op `name` may run, lend its blocks, and take them back."""
+        pass_, index = self._expect(name)
+        action = pass_.schedule.actions[index]
+        with self._changed:
+            begin_s = time.perf_counter()
+            blocker = self._blocker(pass_, index)
+            self._wait(lambda: pass_.missing[index] == 0)  # everything that this op's bytes wait for
+            if blocker:
+                self.trace.add(WAIT, blocker, begin_s)
+        begin_s = time.perf_counter()
+        try:
+            yield self._views(action)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.trace.add("compute", name, begin_s)
+        with self._changed:
+            self._done(pass_, index)
+            self._issue()
+
+    def drain(self) -> None:
+        """Wait until every action of every open pass has completed."""
+        with self._changed:
+            left = self._current
+            if left is not None and left.computes and self._failure is None:
+                raise ScheduleError(f"a pass was left open:\n{left.schedule.around(left.computes[0])}")
+            self._wait(lambda: not self._passes)  # all reads, updates and writes in flight
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, other schedules may run that only read HOST; the last pass still flows on into its next one."""
+        self.drain()
+        current = self._current
+        yield
+        self._current = current
+
+    def fail(self, error: BaseException) -> None:
+        """Enter the error state: nothing more is issued, every call raises `error`."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop issuing, wait for what is in flight, and end the update thread."""
+        with self._changed:
+            self._closing = True
+            self._requests.clear()
+            self._io.clear()
+            self._changed.notify_all()
+        self._thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight == 0)  # requests that the engine still owns
+
+    def _expect(self, name: str) -> tuple[_Pass, int]:
+        pass_ = self._current
+        if pass_ is None or not pass_.computes:
+            raise ScheduleError(f"{name} was entered, but no pass is open that has an op left")
+        index = pass_.computes[0]
+        expected = pass_.schedule.actions[index].name
+        if expected != name:
+            raise ScheduleError(f"{name} was entered, the schedule expects {expected}:\n{pass_.schedule.around(index)}")
+        pass_.computes.popleft()
+        return pass_, index
+
+    def _views(self, action: Action) -> dict[str, torch.Tensor]:
+        return {x.block: self.arena.tensor(x.address, x.address + x.nbytes) for x in action.operands}
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        """Wait (the lock is held) until `reached` or a failure, which is raised."""
+        self._changed.wait_for(lambda: self._failure is not None or reached())
+        if self._failure is not None:
+            raise self._failure
+
+    def _blocker(self, pass_: _Pass, index: int) -> str:
+        """Name of an action that `index` is waiting for now; empty if it waits for nothing."""
+        if not pass_.missing[index]:
+            return ""
+        actions = pass_.schedule.actions
+        for waited, back in actions[index].after:
+            if back == 0 and not pass_.is_done[waited] and actions[waited].verb is not Verb.DROP:
+                return actions[waited].name
+        return "an earlier action"
+
+    def _ready(self, pass_: _Pass, index: int) -> None:
+        """Everything that `index` waited for is done: hand it to its lane. The lock is held."""
+        todo = [(pass_, index)]
+        while todo:
+            pass_, index = todo.pop()
+            action = pass_.schedule.actions[index]
+            if pass_.skipped[index] or action.verb is Verb.DROP:
+                todo += self._completed(pass_, index)
+            elif action.lane == "io":
+                heappush(self._io, (pass_.number, index))
+            elif action.lane == "update":
+                heappush(self._updates, (pass_.number, index))
+        self._changed.notify_all()
+
+    def _completed(self, pass_: _Pass, index: int) -> list[tuple[_Pass, int]]:
+        """Mark `index` done; returns what became ready by that. The lock is held."""
+        pass_.is_done[index] = 1
+        pass_.left -= 1
+        ready = []
+        for follower in pass_.followers[index]:
+            pass_.missing[follower] -= 1
+            if not pass_.missing[follower]:
+                ready.append((pass_, follower))
+        after = pass_.after
+        for follower in pass_.next_followers[index] if after is not None else ():
+            assert after is not None
+            after.missing[follower] -= 1
+            if not after.missing[follower]:
+                ready.append((after, follower))
+        if pass_.left == 0:
+            del self._passes[pass_.number]
+        return ready
+
+    def _done(self, pass_: _Pass, index: int) -> None:
+        for ready in self._completed(pass_, index):
+            self._ready(*ready)
+        self._changed.notify_all()
+
+    def _issue(self) -> None:
+        """Submit requests in list order, as many as may be in flight. The lock is held."""
+        while self._failure is None and not self._closing and self._in_flight < IN_FLIGHT:
+            if not self._requests:
+                if not self._io:
+                    return
+                number, index = heappop(self._io)
+                self._split(self._passes[number], index)
+                continue
+            pass_, index, extent, view = self._requests.popleft()
+            reads = pass_.schedule.actions[index].verb is Verb.READ
+            self._in_flight += 1
+            future = self.engine.submit_read(extent, view) if reads else self.engine.submit_write(extent, view)
+            future.add_done_callback(partial(self._landed, pass_, index))
+
+    def _split(self, pass_: _Pass, index: int) -> None:
+        """Cut a transfer into requests of at most REQUEST_BYTES."""
+        action = pass_.schedule.actions[index]
+        (x,) = action.operands
+        extents = self.store.read_extents if action.verb is Verb.READ else self.store.write_extents
+        count = 0
+        for lo in range(x.lo, x.hi, REQUEST_BYTES):
+            for extent, begin, end in extents(x.block, lo, min(lo + REQUEST_BYTES, x.hi)):
+                at = x.address - x.lo
+                self._requests.append((pass_, index, extent, self.arena.view(begin + at, end + at)))
+                count += 1
+        self._io_left[pass_.number, index] = [count, time.perf_counter()]
+
+    def _landed(self, pass_: _Pass, index: int, future: "Future[int]") -> None:
+        """A request has completed; runs on the engine's thread."""
+        action = pass_.schedule.actions[index]
+        error = future.exception()
+        with self._changed:
+            self._in_flight -= 1
+            if error is not None:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+                return
+            left = self._io_left[pass_.number, index]
+            left[0] -= 1
+            if left[0]:
+                self._issue()
+                return
+            del self._io_left[pass_.number, index]
+            (x,) = action.operands
+            if action.verb is Verb.WRITE:
+                self.store.wrote(x.block, x.lo, x.hi)
+            self.trace.add(action.verb, action.name, left[1], x.nbytes)
+            self._done(pass_, index)
+            self._issue()
+
+    def _update_lane(self) -> None:
+        """The thread that runs tiled ops, in list order."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or (self._updates and self._failure is None))
+                if self._closing:
+                    return
+                number, index = heappop(self._updates)
+                pass_ = self._passes[number]
+            action = pass_.schedule.actions[index]
+            begin_s = time.perf_counter()
+            try:
+                self._update(action, self._views(action), pass_.context)
+            except BaseException as error:  # whatever it is, the main thread has to raise it
+                self.fail(error)
+                continue
+            self.trace.add("update", action.name, begin_s, action.nbytes)
+            with self._changed:
+                self.updates += 1
+                self._done(pass_, index)
+                self._issue()
+
+
+def _lead_in(schedule: Schedule) -> Schedule:
+    """The lead-in as a schedule of its own: its reads touch different bytes, so none waits for another."""
+    return Schedule(name=f"{schedule.name}, lead-in", actions=schedule.lead_in, host_bytes=schedule.host_bytes)

@@ -1,0 +1,170 @@
+"""The schedule as a value: a tuple of actions, the order they must keep, and a text form.
+
+Scope: `Action`, `Operand`, `Schedule`; `order` (who waits for whom, from the bytes touched); printing.
+Not here: making one from a program (`lower.py`), proving it (`check.py`), predicting it (`simulate.py`), running it
+(`pipeline.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tiering.workload import Lane
+
+
+class Verb(StrEnum):
+    READ = "READ"
+    """NVME to HOST."""
+    WRITE = "WRITE"
+    """HOST to NVME."""
+    RUN = "RUN"
+    """One op, or one tile of it."""
+    DROP = "DROP"
+    """The bytes in HOST are given up; what they held lives elsewhere or is not needed any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """Bytes `lo:hi` of a block, at `address` (an offset in bytes) of the HOST arena."""
+
+    block: str
+    lo: int
+    hi: int
+    address: int
+    reads: bool
+    writes: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.hi - self.lo
+
+    def __str__(self) -> str:
+        mode = ("r" if self.reads else "") + ("w" if self.writes else "")
+        return f"{self.block}[{self.lo}:{self.hi}]@{self.address}" + (f":{mode}" if mode else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One line of a schedule. `after` names the actions that must have completed: (index, 0) in the same pass,
+    (index, 1) in the pass before. `next_pass` marks work for the pass to come: a last pass leaves it out.
+    """
+
+    verb: Verb
+    name: str
+    lane: Lane
+    operands: tuple[Operand, ...]
+    after: tuple[tuple[int, int], ...] = ()
+    next_pass: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(operand.nbytes for operand in self.operands)
+
+    @property
+    def op(self) -> str:
+        """Name of the op that a RUN belongs to, without its tile."""
+        return self.name.partition("#")[0]
+
+    def __str__(self) -> str:
+        operands = " ".join(map(str, self.operands))
+        if self.verb is Verb.RUN:
+            return f"RUN   {self.name}  {operands}"
+        return f"{self.verb:<5} {operands}" + ("  (next pass)" if self.next_pass else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`actions` in the order in which a serial run does them. A cyclic schedule starts with its lead-in, which reads
+    what a pass in the middle would find left in HOST by the pass before it. `host_bytes` is the arena it needs, homes
+    included; `ring_bytes` of it stage tiles, `lost_bytes` are lost to fit.
+    """
+
+    name: str
+    actions: tuple[Action, ...]
+    cyclic: bool = False
+    lead_in: tuple[Action, ...] = ()
+    host_bytes: int = 0
+    ring_bytes: int = 0
+    lost_bytes: int = 0
+
+    def text(self) -> str:
+        lines = [f"schedule {self.name}: {len(self.actions)} actions, {self.host_bytes} bytes of HOST"]
+        lines += [f"  lead-in {action}" for action in self.lead_in]
+        lines += [f"  {index:>4} {action}" for index, action in enumerate(self.actions)]
+        return "\n".join(lines)
+
+    def around(self, index: int, reach: int = 4) -> str:
+        """The lines next to `index`, with an arrow at it: what an error shows."""
+        lines = []
+        for at in range(max(0, index - reach), min(len(self.actions), index + reach + 1)):
+            lines.append(f"{'-->' if at == index else '   '} {at:>4} {self.actions[at]}")
+        return "\n".join(lines)
+
+
+def moved_bytes(actions: Sequence[Action], verb: Verb) -> int:
+    return sum(action.nbytes for action in actions if action.verb is verb)
+
+
+@dataclass(slots=True)
+class _Record:
+    lo: int
+    hi: int
+    index: int
+    writes: bool
+
+
+class _Space:
+    """Who touched which bytes of one address space last, as far as it still matters."""
+
+    def __init__(self) -> None:
+        self.records: list[_Record] = []
+
+    def touch(self, lo: int, hi: int, index: int, writes: bool) -> set[int]:
+        """Record a touch; returns the indices of earlier actions that it has to wait for."""
+        waits: set[int] = set()
+        kept: list[_Record] = []
+        for record in self.records:
+            if record.hi <= lo or record.lo >= hi:
+                kept.append(record)
+                continue
+            if writes or record.writes:
+                waits.add(record.index)
+            if not writes:
+                kept.append(record)
+                continue
+            # The new write stands between the covered part of the old record and whoever comes later.
+            if record.lo < lo:
+                kept.append(_Record(record.lo, lo, record.index, record.writes))
+            if record.hi > hi:
+                kept.append(_Record(hi, record.hi, record.index, record.writes))
+        kept.append(_Record(lo, hi, index, writes))
+        self.records = kept
+        return waits
+
+
+def touched(action: Action) -> Iterator[tuple[str, int, int, bool]]:
+    """(space, lo, hi, writes) of an action. Spaces: "HOST" with arena addresses, "NVME/<block>" with block bytes."""
+    for operand in action.operands:
+        at = operand.address
+        host_writes = operand.writes or action.verb in (Verb.READ, Verb.DROP)
+        yield "HOST", at, at + operand.nbytes, host_writes
+        if action.verb in (Verb.READ, Verb.WRITE):
+            yield f"NVME/{operand.block}", operand.lo, operand.hi, action.verb is Verb.WRITE
+
+
+def order(actions: Sequence[Action], cyclic: bool) -> list[tuple[tuple[int, int], ...]]:
+    """For each action the earlier ones that touched the same bytes, unless both only read them (I2, I3).
+
+    Cyclic: the list is taken as repeating itself, so waits may reach into the pass before.
+    """
+    spaces: dict[str, _Space] = {}
+    result: list[tuple[tuple[int, int], ...]] = []
+    count = len(actions)
+    for index in range(-count if cyclic else 0, count):
+        waits: set[int] = set()
+        for space, lo, hi, writes in touched(actions[index % count]):
+            waits |= spaces.setdefault(space, _Space()).touch(lo, hi, index, writes)
+        if index >= 0:
+            waits.discard(index)
+            result.append(tuple((w, 0) if w >= 0 else (w + count, 1) for w in sorted(waits, reverse=True)))
+    return result
