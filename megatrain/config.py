@@ -34,6 +34,8 @@ from megatrain.sizes import parse_size
 
 BYTES: Final = "bytes"
 TOKENIZER_FILE = "tokenizer.json"
+RUN_FILE = "run.yaml"
+"""In the run folder: the run with every default resolved."""
 _VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|(?P<name>\w+)|\{(?P<braced>\w+)\})")
 
 

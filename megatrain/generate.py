@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from megatrain.config import RunConfig, load_run
+from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.errors import UserError
 from megatrain.model import build, find_units, model_config
 from megatrain.prepare import forward_plan
@@ -22,8 +22,6 @@ from tiering.manager import Manager
 from tiering.plan import Plan
 from tiering.schedule import Action
 from tiering.store import BlockStore, has_state
-
-RUN_FILE = "run.yaml"
 
 
 def generate(
@@ -36,7 +34,7 @@ def generate(
     if not has_state(run.tiers.nvme[0]):
         raise UserError(f"{run.tiers.nvme[0]} holds no state of this run. Fix: train it, or bring the folder back")
     units = find_units(build(model_config(run.model.json_config())))
-    tokens = _encode(run, prompt)
+    tokens = encode(run, prompt)
     if not tokens:
         raise UserError("--prompt is empty; at least one token is needed to go on from")
     longest = getattr(units.model.config.get_text_config(), "max_position_embeddings", None)
@@ -52,7 +50,7 @@ def generate(
             tokens.append(_draw(logits, temperature, generator))
         manager.pipeline.drain()
         model.close()
-    return _decode(run, tokens)
+    return decode(run, tokens)
 
 
 def _opened(run: RunConfig, plan: Plan) -> Manager:
@@ -75,12 +73,14 @@ def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) 
     return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
-def _encode(run: RunConfig, text: str) -> list[int]:
+def encode(run: RunConfig, text: str) -> list[int]:
+    """Token ids of a text, with the run's tokenizer."""
     file = run.data.tokenizer_file
     return list(text.encode()) if file is None else list(Tokenizer.from_file(str(file)).encode(text).ids)
 
 
-def _decode(run: RunConfig, tokens: list[int]) -> str:
+def decode(run: RunConfig, tokens: list[int]) -> str:
+    """The text of token ids, with the run's tokenizer."""
     file = run.data.tokenizer_file
     if file is None:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")

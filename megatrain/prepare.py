@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from megatrain.checkpoint import Checkpoint
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.model import Units, build, find_units, model_config
@@ -30,6 +31,7 @@ class Prepared:
     plan: Plan
     hardware: Hardware
     costs: Mapping[str, UnitCost]
+    checkpoint: Checkpoint | None
     host_budget: int
     compute_lines: tuple[Line, ...]
     baseline_bytes: int
@@ -47,6 +49,7 @@ def prepare(run: RunConfig) -> Prepared:
     resident = None if run.tiers.resident == "auto" else run.tiers.resident
     sizes = [unit.size() for unit in units]
     refuse(training_workload(sizes, deferred=run.train.max_grad_norm is not None), budget, resident)
+    checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
     costs = profile(units, run.train.micro_batch, run.data.seq_len)
     lines = tuple(_compute_lines(units, costs, run.train.batch // run.train.micro_batch))
     _refuse_compute(run, lines)
@@ -58,6 +61,7 @@ def prepare(run: RunConfig) -> Prepared:
         plan=make_plan(workload, hardware, budget, resident),
         hardware=hardware,
         costs=costs,
+        checkpoint=checkpoint,
         host_budget=budget,
         compute_lines=lines,
         baseline_bytes=psutil.Process().memory_info().rss,

@@ -17,11 +17,11 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from megatrain.checkpoint import Checkpoint
-from megatrain.config import RunConfig, dump_run
+from megatrain.config import RUN_FILE, RunConfig, dump_run
 from megatrain.data import Batches, prepare_tokens
 from megatrain.engine import StepEngine, StepResult
 from megatrain.errors import UserError
+from megatrain.generate import decode, generate
 from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare, refuse_device
@@ -33,8 +33,11 @@ from tiering.store import JSON, TensorSpec, has_state
 from tiering.trace import Figures
 
 INTERRUPTED = 130
-RUN_FILE = "run.yaml"
 LOG_FILE = "log.jsonl"
+PROMPT_TOKENS = 24
+SAMPLE_TOKENS = 96
+SAMPLE_MOST_S = 60.0
+"""A sample that would take longer than this to read the weights for is left to the user."""
 
 
 def train(run: RunConfig, *, resume: bool, console: Console) -> int:
@@ -54,9 +57,34 @@ def train(run: RunConfig, *, resume: bool, console: Console) -> int:
         updates = int(_number(manager.store.run, "updates"))
         engine = StepEngine(run, prepared.units, manager, updates)
         try:
-            return _Loop(prepared, batches, manager, engine, console).run(done)
+            code = _Loop(prepared, batches, manager, engine, console).run(done)
         finally:
             engine.close()
+    if code == 0:
+        _goodbye(prepared, batches, console)
+    return code
+
+
+def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
+    """A sample of what the model has learned, where everything is, and what to do next."""
+    run = prepared.run
+    folder = run.output.dir
+    prompt = decode(run, batches.batch_at(0)[0, :PROMPT_TOKENS].tolist())
+    weights = sum(unit.nbytes for unit in prepared.units)
+    if weights * SAMPLE_TOKENS / prepared.hardware.read.per_s < SAMPLE_MOST_S:
+        options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 0.8, "seed": run.train.seed}
+        text = generate(folder, prompt, **options, console=console)
+        console.print("A sample (the prompt is from the data):", style="bold")
+        console.print(text, markup=False, highlight=False)
+    console.print(f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)")
+    longer = run.train.steps * 2
+    console.print(
+        f"Next: megatrain train {folder / RUN_FILE} --resume --set train.steps={longer}\n"
+        f'      megatrain generate {folder} --prompt "{prompt.split()[0] if prompt.split() else "The"}"\n'
+        f"      megatrain verify {folder / RUN_FILE} --steps 2",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:
@@ -88,7 +116,7 @@ def open_run_batches(prepared: Prepared, folder: Path, console: Console) -> Batc
             lambda done, total: progress.update(task, completed=done, total=total),
         )
     for notice in tokens.notices:
-        console.print(notice)
+        console.print(notice, highlight=False)
     console.print(f"Data: {tokens.count:,} tokens in windows of {run.data.seq_len}")
     return Batches(tokens, run.data.seq_len, run.train.batch, run.train.seed)
 
@@ -98,8 +126,8 @@ def identity(prepared: Prepared, batches: Batches) -> dict[str, JSON]:
     layout = [[u.name, s.name, list(s.shape), s.offset] for u in prepared.units for s in u.slices]
     return {
         "numerics": prepared.run.numerics(),
-        "data": batches.fingerprint(),
-        "layout": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
+        "tokens": batches.fingerprint(),
+        "parameter_layout": hashlib.sha256(json.dumps(layout).encode()).hexdigest(),
     }
 
 
@@ -124,16 +152,16 @@ def open_state(
         manager = Manager.create(prepared.plan, root, tensor_specs(units), named, update, **options)
     with manager:
         if manager.store.step is None:
-            _fill(manager, run, units, console)
+            _fill(manager, prepared, console)
             manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, "rng": _rng_state(run.train.seed)})
         _set_rng(manager.store.run)
         manager.load()
         yield manager
 
 
-def _fill(manager: Manager, run: RunConfig, units: Units, console: Console) -> None:
+def _fill(manager: Manager, prepared: Prepared, console: Console) -> None:
     """First weights, unit by unit; moments start as the zeros that the store is made of."""
-    checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
+    run, units, checkpoint = prepared.run, prepared.units, prepared.checkpoint
     owners = [unit for unit in units if unit.nbytes]
     with Progress(console=console, transient=True) as progress:
         for unit in progress.track(owners, description="first weights"):
@@ -224,7 +252,10 @@ class _Loop:
                         f"Go on with: megatrain train {self.run_config.output.dir / RUN_FILE} --resume"
                     )
                     return INTERRUPTED
-        self._goodbye()
+        self.console.print(
+            f"[bold]Done[/bold]: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} over {len(self.losses)} steps"
+            + (f", {self.skipped} skipped" if self.skipped else "")
+        )
         return 0
 
     def _commit(self, number: int) -> None:
@@ -251,15 +282,4 @@ class _Loop:
             f"{tokens / wall_s:,.0f} tok/s  {format_seconds(wall_s)} (plan {format_seconds(plan.timeline.pass_s)})  "
             f"NVMe r {figures.read_bytes / wall_s / 1e9:.2f} w {figures.written_bytes / wall_s / 1e9:.2f} GB/s  "
             f"host {format_size(plan.host_bytes)} of {format_size(self.prepared.host_budget)}{note}"
-        )
-
-    def _goodbye(self) -> None:
-        run = self.run_config
-        folder = run.output.dir
-        self.console.print(
-            f"[bold]Done[/bold]: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} over {len(self.losses)} steps"
-            + (f", {self.skipped} skipped" if self.skipped else "")
-        )
-        self.console.print(
-            f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)"
         )

@@ -205,7 +205,8 @@ class _Lowering:
         if not self.ring_tiles:
             return 0
         at = sorted(self.ring_tiles)
-        width = max(len(stays) for stays in self.ring_tiles.values()) * self.knobs.tile_bytes
+        tile_bytes = max(stay.hi - stay.lo for stays in self.ring_tiles.values() for stay in stays)
+        width = max(len(stays) for stays in self.ring_tiles.values()) * tile_bytes
         ring = min(self.knobs.ring, len(at))
         for number, slot in enumerate(at):
             base = self.placement.fixed_bytes + number % ring * width
@@ -215,7 +216,7 @@ class _Lowering:
                 before = at[(len(at) - 1 - number) // ring * ring + number] if self.program.cyclic else -1
                 fill = max(self._lead(self.slots[slot].order), before + 1 - len(self.slots))
             for place, stay in enumerate(self.ring_tiles[slot]):
-                stay.address = base + place * self.knobs.tile_bytes
+                stay.address = base + place * tile_bytes
                 if stay.fill is not None:
                     stay.fill = min(stay.first, fill)
         return ring * width
