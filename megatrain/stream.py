@@ -10,11 +10,13 @@ holds its weights. Shapes: B rows a step, m rows a micro-batch, S tokens a row, 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from megatrain.model import Slice, Unit, Units, bound
@@ -111,6 +113,7 @@ class StreamedModel:
                     gradient[rows] = part.grad
                     losses.append(out.loss.item())
                     del out, part
+            sink.close()
             self._hand_on(unit, views)
         return losses, gradient
 
@@ -154,6 +157,7 @@ class _GradientSink:
         self.leaves: dict[Slice, torch.Tensor] = {}
         self._targets: dict[Slice, torch.Tensor] = {}
         self._defined: set[Slice] = set()
+        self._hooks: list[RemovableHandle] = []
         for binding in unit.bindings:
             place = binding.slice
             if place in self.leaves:
@@ -163,7 +167,7 @@ class _GradientSink:
             self._targets[place] = place.of(views[block_name(binding.unit, "grad")])
             if binding.unit in begun:
                 self._defined.add(place)
-            leaf.register_post_accumulate_grad_hook(lambda leaf, place=place: self._take(place, leaf))
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(self._take, place)))
         begun.update(binding.unit for binding in unit.bindings)
 
     def _take(self, place: Slice, leaf: torch.Tensor) -> None:
@@ -174,6 +178,13 @@ class _GradientSink:
         else:
             self._targets[place].copy_(gradient)
             self._defined.add(place)
+
+    def close(self) -> None:
+        """Let go of the lent bytes: a leaf and its hook would hold each other, and the arena, until the next gc."""
+        for hook in self._hooks:
+            hook.remove()
+        self.leaves.clear()
+        self._targets.clear()
 
     def end_micro_batch(self) -> None:
         """A parameter that nothing used so far has gradient zero (it still decays, and has moments)."""
@@ -259,6 +270,7 @@ class _Streamed(torch.autograd.Function):
                         if want and part.grad is not None:
                             into.append(part.grad)
                     del outputs, parts
+            sink.close()
             owner._hand_on(unit, views)
         return None, None, *(_joined(call, tensor, found) for tensor, found in zip(tensors, collected, strict=True))
 

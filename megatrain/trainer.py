@@ -36,8 +36,8 @@ INTERRUPTED = 130
 LOG_FILE = "log.jsonl"
 PROMPT_TOKENS = 24
 SAMPLE_TOKENS = 96
-SAMPLE_MOST_S = 60.0
-"""A sample that would take longer than this to read the weights for is left to the user."""
+SAMPLE_MOST_S = 15.0
+"""A sample that would take longer than this is left to the user."""
 
 
 def train(run: RunConfig, *, resume: bool, console: Console) -> int:
@@ -52,7 +52,7 @@ def train(run: RunConfig, *, resume: bool, console: Console) -> int:
     (run.output.dir / RUN_FILE).write_text(dump_run(run))
     (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
     with open_state(prepared, batches, run.tiers.nvme[0], resume=resume, console=console) as manager:
-        console.print(manager.engine_line)
+        console.print(manager.engine_line, markup=False, highlight=False)
         done = int(_number(manager.store.run, "step"))
         updates = int(_number(manager.store.run, "updates"))
         engine = StepEngine(run, prepared.units, manager, updates)
@@ -70,8 +70,10 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
     run = prepared.run
     folder = run.output.dir
     prompt = decode(run, batches.batch_at(0)[0, :PROMPT_TOKENS].tolist())
-    weights = sum(unit.nbytes for unit in prepared.units)
-    if weights * SAMPLE_TOKENS / prepared.hardware.read.per_s < SAMPLE_MOST_S:
+    weights, hardware = sum(unit.nbytes for unit in prepared.units), prepared.hardware
+    # Each token reads every weight and computes with it for all tokens before (2 flops a weight of 4 bytes).
+    token_s = weights / hardware.read.per_s + weights / 2 * (PROMPT_TOKENS + SAMPLE_TOKENS / 2) / hardware.compute.per_s
+    if SAMPLE_TOKENS * token_s < SAMPLE_MOST_S:
         options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 0.8, "seed": run.train.seed}
         text = generate(folder, prompt, **options, console=console)
         console.print("A sample (the prompt is from the data):", style="bold")
@@ -174,11 +176,7 @@ def _fill(manager: Manager, prepared: Prepared, console: Console) -> None:
 
             manager.put(block_name(unit.name, "weight"), fill)
             for kind in KINDS[1:]:
-                manager.put(block_name(unit.name, kind), _zero)
-
-
-def _zero(block: torch.Tensor) -> None:
-    block.zero_()
+                manager.put(block_name(unit.name, kind), torch.Tensor.zero_)
 
 
 def _rng_state(seed: int | None = None) -> str:

@@ -15,6 +15,7 @@ import torch
 from tiering.arena import Arena
 from tiering.check import check
 from tiering.engine import EngineName, IOEngine, choose_engine
+from tiering.lanes import InlineLanes, Lanes
 from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater, Views
 from tiering.plan import Plan
 from tiering.store import JSON, BlockStore, StoredBlock, TensorSpec
@@ -44,7 +45,16 @@ def scratch_blocks(plan: Plan) -> list[StoredBlock]:
 class Manager:
     """An open plan. A context manager: leaving it stops all transfers; what was not committed is forgotten."""
 
-    def __init__(self, plan: Plan, store: BlockStore, engine: IOEngine, update: Updater, *, serial: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: BlockStore,
+        engine: IOEngine,
+        update: Updater,
+        *,
+        serial: bool = False,
+        lanes: Lanes | None = None,
+    ) -> None:
         """Takes over `store` and `engine`. Every schedule is proven first (raises `ScheduleError`)."""
         for schedule in plan.schedules.values():
             check(plan.workload, plan.placement, schedule)
@@ -53,7 +63,8 @@ class Manager:
         self.engine = engine
         self.trace = Trace()
         self.arena = Arena(plan.host_bytes)
-        self.pipeline = Pipeline(self.arena, store, engine, update, serial=serial, trace=self.trace)
+        lanes = lanes or InlineLanes()
+        self.pipeline = Pipeline(self.arena, store, engine, lanes, update, serial=serial, trace=self.trace)
         self.engine_line = ""
         self._saved_updates = 0
 
@@ -103,7 +114,7 @@ class Manager:
             store.close()
             raise
 
-    def put(self, block: str, fill: Callable[[torch.Tensor], None]) -> None:
+    def put(self, block: str, fill: Callable[[torch.Tensor], object]) -> None:
         """Set a durable block on NVME from `fill`, which is given its bytes (flat uint8). Before `load` only."""
         nbytes = self.plan.workload.blocks[block].nbytes
         fill(self.arena.tensor(0, nbytes))

@@ -24,6 +24,7 @@ import torch
 from tiering.arena import Arena
 from tiering.engine import Extent, IOEngine
 from tiering.errors import ScheduleError
+from tiering.lanes import Lanes
 from tiering.schedule import Action, Schedule, Verb
 from tiering.store import BlockStore
 from tiering.trace import WAIT, Trace
@@ -73,11 +74,20 @@ class Pipeline:
     """Runs one schedule after the other over one arena, store and engine. Not for use from several threads."""
 
     def __init__(
-        self, arena: Arena, store: BlockStore, engine: IOEngine, update: Updater, *, serial: bool, trace: Trace
+        self,
+        arena: Arena,
+        store: BlockStore,
+        engine: IOEngine,
+        lanes: Lanes,
+        update: Updater,
+        *,
+        serial: bool,
+        trace: Trace,
     ) -> None:
         self.arena = arena
         self.store = store
         self.engine = engine
+        self.lanes = lanes
         self.serial = serial
         self.trace = trace
         self.updates = 0  # tiles updated so far
@@ -144,7 +154,8 @@ class Pipeline:
                 self.trace.add(WAIT, blocker, begin_s)
         begin_s = time.perf_counter()
         try:
-            yield self._views(action)
+            with self._lent(action) as views:
+                yield views
         except BaseException as error:
             self.fail(error)
             raise
@@ -199,6 +210,17 @@ class Pipeline:
 
     def _views(self, action: Action) -> dict[str, torch.Tensor]:
         return {x.block: self.arena.tensor(x.address, x.address + x.nbytes) for x in action.operands}
+
+    @contextmanager
+    def _lent(self, action: Action) -> Iterator[Views]:
+        """The device's views of an op's operands; what the op wrote is back in HOST after it."""
+        host = self._views(action)
+        device = {x.block: self.lanes.h2d(host[x.block], fill=x.reads) for x in action.operands}
+        yield device
+        for x in action.operands:
+            if x.writes:
+                self.lanes.d2h(device[x.block], host[x.block])
+        self.lanes.wait()  # the copies back of this op
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait (the lock is held) until `reached` or a failure, which is raised."""
@@ -317,7 +339,7 @@ class Pipeline:
             action = pass_.schedule.actions[index]
             begin_s = time.perf_counter()
             try:
-                self._update(action, self._views(action), pass_.context)
+                self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
             except BaseException as error:  # whatever it is, the main thread has to raise it
                 self.fail(error)
                 continue
