@@ -174,6 +174,7 @@ def check(workload: Workload, placement: Placement, schedule: Schedule, *, whole
     """
     if whole:
         _prove_complete(workload, workload.programs[schedule.name], schedule)
+    _prove_bounds(schedule)
     memory = _Memory(workload, placement)
     for action in schedule.lead_in:
         _raise(schedule, memory.step(action), None, action)
@@ -191,6 +192,18 @@ def _raise(schedule: Schedule, fault: str | None, index: int | None, action: Act
         return
     where = schedule.around(index) if index is not None else f"    {action or 'end of the pass'}"
     raise ScheduleError(f"schedule {schedule.name}: {fault}\n{where}")
+
+
+def _prove_bounds(schedule: Schedule) -> None:
+    """Every operand lies in the arena, and what a last pass leaves out computes nothing and stores nothing."""
+    for action in (*schedule.lead_in, *schedule.actions):
+        for x in action.operands:
+            if not 0 <= x.address <= x.address + x.nbytes <= schedule.host_bytes:
+                raise ScheduleError(
+                    f"schedule {schedule.name}: I1: {x} is outside of {schedule.host_bytes} bytes of HOST"
+                )
+        if action.next_pass and action.verb is not Verb.READ:
+            raise ScheduleError(f"schedule {schedule.name}: a last pass would leave out {action}")
 
 
 def _prove_complete(workload: Workload, program: Program, schedule: Schedule) -> None:
@@ -233,27 +246,36 @@ def _settled(uses: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]
 def _prove_order(schedule: Schedule) -> None:
     """Every two actions that touch the same bytes, one of them writing, are ordered by a chain of `after`."""
     count = len(schedule.actions)
-    ancestors: list[int] = []
     spaces: dict[str, _Spans[tuple[int, frozenset[int]]]] = {}
     for index in range(count * (2 if schedule.cyclic else 1)):
         action = schedule.actions[index % count]
-        mask = 0
-        for waited, back in action.after:
-            earlier = waited + (index // count - back) * count
-            if earlier >= index:
-                raise ScheduleError(f"schedule {schedule.name}: line {index % count} waits for a later line")
-            if earlier >= 0:
-                mask |= ancestors[earlier] | 1 << earlier
-        ancestors.append(mask)
+        if any(waited - back * count >= index % count for waited, back in action.after):
+            raise ScheduleError(f"schedule {schedule.name}: line {index % count} waits for a later line")
         needed: set[int] = set()
         for space, lo, hi, writes in touched(action):
             needed |= _toucher(spaces.setdefault(space, _Spans()), lo, hi, index, writes)
         for earlier in needed - {index}:
-            if not mask >> earlier & 1:
+            if not _waits_for(schedule, index, earlier):
                 raise ScheduleError(
                     f"schedule {schedule.name}: I2/I3: nothing orders {schedule.actions[earlier % count].name} before "
                     f"{action.name}, which touches the same bytes\n{schedule.around(index % count)}"
                 )
+
+
+def _waits_for(schedule: Schedule, index: int, earlier: int) -> bool:
+    """True if a chain of `after` leads from `index` back to `earlier` (both counted on over the passes)."""
+    count = len(schedule.actions)
+    todo, seen = [index], {index}
+    while todo:
+        at = todo.pop()
+        for waited, back in schedule.actions[at % count].after:
+            other = waited + (at // count - back) * count
+            if other == earlier:
+                return True
+            if other > earlier and other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return False
 
 
 def _toucher(spans: _Spans[tuple[int, frozenset[int]]], lo: int, hi: int, index: int, writes: bool) -> set[int]:

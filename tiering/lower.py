@@ -183,11 +183,16 @@ class _Lowering:
         stay = _Stay(len(self.stays), block.name, lo, hi, group[0].slot, group[-1].slot)
         if not group[0].touch.defines:
             stay.fill = stay.first
+        count = len(self.slots)
+        last_writer = next((self.slots[x.slot % count].op for x in reversed(group) if x.touch.writes), None)
         for index, access in enumerate(group):
-            again = any(x.touch.writes and x.lo < access.hi and access.lo < x.hi for x in group[index + 1 :])
+            # Tiles of one op never overlap, so what the last op to write has written stays as it is.
+            again = self.slots[access.slot % count].op is not last_writer and any(
+                x.touch.writes and x.lo < access.hi and access.lo < x.hi for x in group[index + 1 :]
+            )
             if access.touch.writes and not again and block.life != "local":
                 stay.writes.append((access.slot, access.lo, access.hi))
-            self.stay_of[block.name, access.slot % len(self.slots)] = stay
+            self.stay_of[block.name, access.slot % count] = stay
         self.stays.append(stay)
         return stay
 

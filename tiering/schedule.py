@@ -5,6 +5,7 @@ Not here: making one from a program (`lower.py`), proving it (`check.py`), predi
 (`pipeline.py`).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -106,40 +107,54 @@ def moved_bytes(actions: Sequence[Action], verb: Verb) -> int:
 
 
 @dataclass(slots=True)
-class _Record:
+class _Span:
+    """Bytes lo:hi, who wrote them last (None: nobody yet) and who has read them since."""
+
     lo: int
     hi: int
-    index: int
-    writes: bool
+    writer: int | None
+    readers: tuple[int, ...]
 
 
 class _Space:
-    """Who touched which bytes of one address space last, as far as it still matters."""
+    """Who touched which bytes of one address space last, as far as it still matters: disjoint spans in order."""
 
     def __init__(self) -> None:
-        self.records: list[_Record] = []
+        self.starts: list[int] = []
+        self.spans: list[_Span] = []
 
     def touch(self, lo: int, hi: int, index: int, writes: bool) -> set[int]:
         """Record a touch; returns the indices of earlier actions that it has to wait for."""
-        waits: set[int] = set()
-        kept: list[_Record] = []
-        for record in self.records:
-            if record.hi <= lo or record.lo >= hi:
-                kept.append(record)
-                continue
-            if writes or record.writes:
-                waits.add(record.index)
-            if not writes:
-                kept.append(record)
-                continue
-            # The new write stands between the covered part of the old record and whoever comes later.
-            if record.lo < lo:
-                kept.append(_Record(record.lo, lo, record.index, record.writes))
-            if record.hi > hi:
-                kept.append(_Record(hi, record.hi, record.index, record.writes))
-        kept.append(_Record(lo, hi, index, writes))
-        self.records = kept
+        self._cut(lo)
+        self._cut(hi)
+        first, last = bisect_left(self.starts, lo), bisect_left(self.starts, hi)
+        met = self.spans[first:last]
+        waits = {span.writer for span in met if span.writer is not None}
+        fresh = [_Span(lo, hi, index, ())]
+        if writes:
+            waits.update(reader for span in met for reader in span.readers)
+        else:
+            fresh = []
+            for span in [*met, _Span(hi, hi, None, ())]:
+                if span.lo > lo:
+                    fresh.append(_Span(lo, span.lo, None, (index,)))
+                if span.hi > span.lo:
+                    fresh.append(_Span(span.lo, span.hi, span.writer, (*span.readers, index)))
+                lo = span.hi
+        self.spans[first:last] = fresh
+        self.starts[first:last] = [span.lo for span in fresh]
         return waits
+
+    def _cut(self, at: int) -> None:
+        """Let no span reach across `at`."""
+        index = bisect_left(self.starts, at) - 1
+        if index >= 0 and self.spans[index].hi > at:
+            old = self.spans[index]
+            self.spans[index : index + 1] = [
+                _Span(old.lo, at, old.writer, old.readers),
+                _Span(at, old.hi, old.writer, old.readers),
+            ]
+            self.starts.insert(index + 1, at)
 
 
 def touched(action: Action) -> Iterator[tuple[str, int, int, bool]]:

@@ -7,6 +7,7 @@ Not here: measured spans (`trace.py`), closed-form bounds (`costs.py`).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from tiering.hardware import Hardware
 from tiering.schedule import Action, Schedule, Verb, moved_bytes
@@ -77,10 +78,13 @@ def _ends(schedule: Schedule, cost: list[float], server: list[str], passes: int)
     count = len(schedule.actions)
     runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
     gate = runs[-1] if runs else count - 1
+    before = {later: earlier for earlier, later in pairwise(runs)}  # whole ops are entered in order, ready or not
     missing = [0] * (count * passes)
     followers: list[list[int]] = [[] for _ in range(count * passes)]
     for index in range(count * passes):
         waits = {w + (index // count - back) * count for w, back in schedule.actions[index % count].after}
+        if index % count in before:
+            waits.add(before[index % count] + index // count * count)
         if index >= count:
             waits.add(gate + (index // count - 1) * count)  # a pass is opened when the one before has computed
         waits = {w for w in waits if w >= 0}
