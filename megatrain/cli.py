@@ -4,7 +4,7 @@ Scope: options, exit codes, what goes to stdout and what to stderr. torch and tr
 run file and the files it names have been accepted.
 Not here: what the commands do (`megatrain/trainer.py`, `report.py`, `verify.py`, `generate.py`).
 
-Exit codes: 0 done, 1 failed, 2 the input cannot be used, 3 a drive failed, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the input cannot be used, 3 a drive failed, 4 gradients are not finite, 130 interrupted.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typer.exceptions import TyperException
 from megatrain import __version__
 from megatrain.config import RunConfig, load_run
 from megatrain.errors import UserError
+from megatrain.fit import refuse_early
 from tiering.errors import TieringError
 from tiering.place import check_place
 
@@ -59,7 +60,7 @@ def _megatrain(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
-    """Train Hugging Face language models in true FP32 with the state in GPU memory, RAM and NVMe."""
+    """Train Hugging Face language models in true FP32 with the training state in RAM and on NVMe."""
     if version:
         print(f"megatrain {__version__}")
         raise typer.Exit
@@ -152,6 +153,7 @@ def _accepted(run_file: Path, overrides: list[str] | None) -> RunConfig:
     run.check_files()
     for root in run.tiers.nvme:
         check_place(root)
+    refuse_early(run)
     return run
 
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
-import torch
 
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
+from megatrain.fit import host_budget, refuse_budget, refuse_early, resident_share
 from megatrain.model import Units, build, find_units, model_config
 from megatrain.profile import UnitCost, profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
 from tiering.hardware import Hardware, assumed_hardware
-from tiering.measure import measure, memory_limit
-from tiering.plan import Line, Plan, make_plan, refuse
+from tiering.measure import measure
+from tiering.plan import Line, Plan, make_plan
 from tiering.workload import Workload
 
 
@@ -43,12 +43,10 @@ class Prepared:
 
 def prepare(run: RunConfig) -> Prepared:
     """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written."""
-    refuse_device(run)
+    refuse_early(run)
     units = find_units(build(model_config(run.model.json_config())))
+    refuse_budget(run, [unit.size() for unit in units])
     budget = host_budget(run)
-    resident = None if run.tiers.resident == "auto" else run.tiers.resident
-    sizes = [unit.size() for unit in units]
-    refuse(training_workload(sizes, deferred=run.train.max_grad_norm is not None), budget, resident)
     checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
     costs = profile(units, run.train.micro_batch, run.data.seq_len)
     lines = tuple(_compute_lines(units, costs, run.train.batch // run.train.micro_batch))
@@ -58,7 +56,7 @@ def prepare(run: RunConfig) -> Prepared:
     return Prepared(
         run=run,
         units=units,
-        plan=make_plan(workload, hardware, budget, resident),
+        plan=make_plan(workload, hardware, budget, resident_share(run)),
         hardware=hardware,
         costs=costs,
         checkpoint=checkpoint,
@@ -72,30 +70,6 @@ def forward_plan(run: RunConfig, units: Units) -> Plan:
     """A plan for forwards alone, with the run's budget."""
     workload: Workload = forward_workload([unit.size() for unit in units])
     return make_plan(workload, assumed_hardware(), host_budget(run))
-
-
-def refuse_device(run: RunConfig) -> None:
-    if len(run.tiers.nvme) > 1:
-        raise UserError(
-            f"tiers.nvme: {len(run.tiers.nvme)} folders; several drives are not supported yet. Fix: give one"
-        )
-    if run.device != "cuda":
-        return
-    if not torch.cuda.is_available():
-        raise UserError("device: cuda, but torch finds no CUDA device here. Fix: device: auto or cpu")
-    raise UserError("device: cuda is not supported yet. Fix: device: cpu")
-
-
-def host_budget(run: RunConfig) -> int:
-    """`tiers.host_memory`, or half of what is available to this process. Raises UserError if the machine has less."""
-    limit, why = memory_limit()
-    available = min(limit, psutil.virtual_memory().available)
-    if run.tiers.host_memory is None:
-        return available // 2
-    if run.tiers.host_memory > limit:
-        raise UserError(f"tiers.host_memory: {run.tiers.host_memory} bytes is more than {why} allows ({limit} bytes). "
-                        f"Fix: at most {limit * 3 // 4} bytes")  # fmt: skip
-    return run.tiers.host_memory
 
 
 def _measured(run: RunConfig, units: Units) -> Hardware:

@@ -24,7 +24,7 @@ from megatrain.errors import UserError
 from megatrain.generate import decode, generate
 from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
-from megatrain.prepare import Prepared, prepare, refuse_device
+from megatrain.prepare import Prepared, prepare
 from megatrain.programs import KINDS, block_name
 from megatrain.report import PlanReport
 from megatrain.sizes import format_seconds, format_size
@@ -42,7 +42,6 @@ SAMPLE_MOST_S = 15.0
 
 def train(run: RunConfig, *, resume: bool, console: Console) -> int:
     """Train as `run` says; returns the exit code. Raises UserError or a TieringError."""
-    refuse_device(run)
     _refuse_state(run, resume)
     prepared = prepare(run)
     report = PlanReport(prepared=prepared)

@@ -24,7 +24,7 @@ from megatrain.programs import KINDS, block_name
 from megatrain.reference import Reference, train_plain
 from megatrain.report import PlanReport
 from megatrain.trainer import open_run_batches, open_state
-from tiering.place import nearest_directory
+from tiering.place import folder_beside
 
 
 def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
     Works in a temporary folder beside `tiers.nvme`, on the same drive; the run's own state is not touched.
     """
     prepared = prepare(run)
-    parent = nearest_directory(run.tiers.nvme[0])
+    parent = folder_beside(run.tiers.nvme[0])
     folder = Path(tempfile.mkdtemp(prefix=".verify-", dir=parent))
     try:
         batches = open_run_batches(prepared, folder, console)

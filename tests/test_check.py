@@ -21,8 +21,8 @@ from toy import free_workloads, toy_units, wrong
 from megatrain.programs import forward_workload, training_workload
 from tiering.check import check
 from tiering.errors import ScheduleError
-from tiering.lower import Knobs, Placement, lower
-from tiering.plan import place
+from tiering.homes import Placement, place
+from tiering.lower import Knobs, lower
 from tiering.schedule import Action, Schedule, Verb, order
 from tiering.workload import PAGE, Workload
 

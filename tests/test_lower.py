@@ -15,8 +15,9 @@ from toy import Machine, first_state, free_workloads, interpret, legal_turns, to
 
 from megatrain.programs import forward_workload, training_workload
 from tiering.check import check
-from tiering.lower import Knobs, Placement, lower
-from tiering.plan import choose_homes, place
+from tiering.homes import Placement, place
+from tiering.lower import Knobs, lower
+from tiering.plan import choose_homes
 from tiering.schedule import Schedule, Verb
 from tiering.workload import PAGE, Workload
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from toy import toy_units
 
 from megatrain.programs import training_workload
+from tiering.homes import place
 from tiering.lower import Knobs, lower
 from tiering.pack import Arc, live_bytes, pack
-from tiering.plan import place
 
 LINES = 24
 QUICK = settings(max_examples=150, derandomize=True, deadline=None)

@@ -18,8 +18,9 @@ from tiering.check import check
 from tiering.costs import step_io_bytes
 from tiering.errors import BudgetError
 from tiering.hardware import assumed_hardware
+from tiering.homes import place
 from tiering.lower import Knobs, lower
-from tiering.plan import MiB, Plan, make_plan, place, refuse
+from tiering.plan import MiB, Plan, make_plan, refuse
 from tiering.schedule import Schedule, Verb, moved_bytes
 from tiering.workload import PAGE, Workload
 

@@ -97,7 +97,7 @@ def test_verify_sees_a_single_bit(run_file: RunFile, monkeypatch: pytest.MonkeyP
     plain = subject._plain
 
     def other(prepared: Any, *args: Any) -> Any:
-        changed = prepared.run.optimizer.model_copy(update={"weight_decay": 0.0100001})
+        changed = prepared.run.optimizer.model_copy(update={"weight_decay": 0.0101})
         return plain(_replaced(prepared, prepared.run.model_copy(update={"optimizer": changed})), *args)
 
     monkeypatch.setattr(subject, "_plain", other)

@@ -14,8 +14,9 @@ from toy import toy_units
 from megatrain.programs import training_workload
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware, Rate, assumed_hardware
+from tiering.homes import place
 from tiering.lower import Knobs, lower
-from tiering.plan import MiB, choose_homes, make_plan, place
+from tiering.plan import MiB, choose_homes, make_plan
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, seconds, simulate
 from tiering.workload import PAGE, Block, Lane, Op, Program, Touch, Workload, make_workload

@@ -19,7 +19,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from megatrain.programs import UnitSize
-from tiering.lower import Placement
+from tiering.homes import Placement
 from tiering.schedule import Action, Operand, Schedule, Verb
 from tiering.workload import PAGE, Block, Lane, Life, Op, Program, Touch, Workload, make_workload
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from tiering.errors import ScheduleError
-from tiering.lower import Placement
+from tiering.homes import Placement
 from tiering.schedule import Action, Operand, Schedule, Verb, touched
 from tiering.workload import Program, Workload
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from tiering.engine import Extent, Verb, short_transfer
 from tiering.errors import DiskFullError, IOFailedError
-from tiering.place import free_bytes, nearest_directory
+from tiering.place import folder_beside, free_bytes
 
 PROBE_NBYTES = 4096
 
@@ -109,7 +109,7 @@ def probe(path: Path) -> str | None:
     page = bytearray(payload)
     try:
         with (
-            tempfile.NamedTemporaryFile(dir=nearest_directory(path), prefix=".probe-") as file,
+            tempfile.NamedTemporaryFile(dir=folder_beside(path), prefix=".probe-") as file,
             KvikioEngine(threads=1) as engine,
         ):
             file.truncate(PROBE_NBYTES)

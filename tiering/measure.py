@@ -1,8 +1,8 @@
 """Quick measurements of this machine: what the planner reckons with when nothing better is known.
 
 Scope: disk rates through the real engine on a file that is removed, FP32 matrix products at a model's width, the fused
-AdamW kernel, and the smallest memory limit on the process's cgroup path. A second or two in all.
-Not here: the full measurement of a machine with sustained rates (a benchmark's business).
+AdamW kernel. A second or two in all.
+Not here: how much memory there is (`limits.py`), sustained rates (a benchmark's business).
 """
 
 import os
@@ -10,24 +10,24 @@ import time
 from concurrent.futures import wait
 from pathlib import Path
 
-import psutil
 import torch
 
 from tiering.arena import Arena
 from tiering.engine import Extent, IOEngine, choose_engine
 from tiering.hardware import Hardware, Rate
-from tiering.place import nearest_directory
+from tiering.place import folder_beside
 
 MiB = 1 << 20
 
 
 def measure(path: Path, *, width: int, tokens: int, disk_bytes: int = 192 * MiB) -> Hardware:
-    """Rates at `path` (its nearest existing folder) and of this CPU.
+    """Rates of the drive of `path` and of this CPU.
 
     width: hidden size, tokens: rows of a matrix product. Raises what the engine raises.
     """
-    with choose_engine("posix", nearest_directory(path))[0] as engine:
-        write, read = _disk(engine, nearest_directory(path), disk_bytes)
+    folder = folder_beside(path)
+    with choose_engine("posix", folder)[0] as engine:
+        write, read = _disk(engine, folder, disk_bytes)
     return Hardware(read=read, write=write, compute=_compute(width, tokens), update=_update())
 
 
@@ -88,22 +88,3 @@ def _timed(work: object) -> float:
     begin_s = time.perf_counter()
     work()  # type: ignore[operator]
     return max(time.perf_counter() - begin_s, 1e-9)
-
-
-def memory_limit() -> tuple[int, str]:
-    """Bytes of RAM that this process may take, and what sets that limit: the machine, or a cgroup on its path."""
-    limit, why = psutil.virtual_memory().total, "the machine's RAM"
-    for mount, files in (("/sys/fs/cgroup", ("memory.max",)), ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes",))):
-        for line in Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").exists() else ():
-            number, controllers, path = line.split(":", 2)
-            if (mount.endswith("memory")) != ("memory" in controllers.split(",")) or (
-                number != "0" and not controllers
-            ):
-                continue
-            folder = Path(mount) / path.lstrip("/")
-            for place in (folder, *folder.parents):
-                for name in files:
-                    text = (place / name).read_text().strip() if (place / name).is_file() else "max"
-                    if text.isdigit() and int(text) < limit:
-                        limit, why = int(text), f"cgroup {place / name}"
-    return limit, why

@@ -75,6 +75,15 @@ def nearest_directory(path: Path) -> Path:
     raise PlaceError(f"{path} has no existing ancestor. Fix: name a folder on a disk.")
 
 
+def folder_beside(path: Path) -> Path:
+    """An existing folder on the drive of `path` for files that come and go: beside it rather than in it, where the
+    drive is the same. Raises `PlaceError` as `nearest_directory` does.
+    """
+    inside, outside = nearest_directory(path), nearest_directory(Path(os.path.abspath(path)).parent)
+    same = os.stat(inside).st_dev == os.stat(outside).st_dev and os.access(outside, os.W_OK | os.X_OK)
+    return outside if same else inside
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that an unprivileged process may still write on the file system of `path`."""
     room = os.statvfs(nearest_directory(path.parent) if not path.exists() else path)

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
-from tiering.lower import Knobs, Placement, lower
+from tiering.homes import Placement, place
+from tiering.lower import Knobs, lower
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, simulate
-from tiering.workload import PAGE, Block, Program, Workload
+from tiering.workload import Block, Program, Workload
 
 MiB = 1 << 20
 
@@ -215,17 +216,6 @@ def _plan(workload: Workload, hardware: Hardware, lowered: _Lowered) -> Plan:
         lines=tuple(_lines(workload, lowered)),
         timeline=simulate(lowered.schedules[_main(workload).name], workload, hardware),
     )
-
-
-def place(homes: Mapping[str, int]) -> Placement:
-    """Addresses for homes in HOST: one after the other from 0, none over another."""
-    address: dict[str, int] = {}
-    top = 0
-    for name, nbytes in homes.items():
-        assert nbytes % PAGE == 0, f"{name}: {nbytes} bytes are no whole pages"
-        address[name] = top
-        top += nbytes
-    return Placement(host_bytes=dict(homes), address=address, fixed_bytes=top)
 
 
 def _homes_schedule(name: str, verb: Verb, workload: Workload, placement: Placement) -> Schedule:

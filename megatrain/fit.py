@@ -1,0 +1,54 @@
+"""Does it fit? The refusals that need no model: of the budget, the number of drives, the device.
+
+Scope: checks on a run file and the machine that take well under a second.
+Not here: what only the model or torch can tell (`prepare.py`).
+"""
+
+import psutil
+
+from megatrain.config import RunConfig
+from megatrain.errors import UserError
+from megatrain.programs import UnitSize, training_workload
+from megatrain.shapes import unit_sizes
+from tiering.limits import memory_limit
+from tiering.plan import refuse
+
+
+def refuse_early(run: RunConfig) -> None:
+    """Raises UserError or BudgetError for a run that cannot work, as far as arithmetic can tell."""
+    if len(run.tiers.nvme) > 1:
+        raise UserError(
+            f"tiers.nvme: {len(run.tiers.nvme)} folders; several drives are not supported yet. Fix: give one"
+        )
+    if run.device == "cuda":
+        raise UserError("device: cuda is not supported yet. Fix: device: cpu")
+    sizes = unit_sizes(run.model.json_config())
+    if sizes is not None:
+        refuse_budget(run, sizes)
+    else:
+        host_budget(run)
+
+
+def refuse_budget(run: RunConfig, sizes: list[UnitSize]) -> None:
+    """Raises BudgetError if units of these sizes cannot be trained within the run's budget."""
+    workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
+    refuse(workload, host_budget(run), resident_share(run))
+
+
+def resident_share(run: RunConfig) -> float | None:
+    """`tiers.resident`; None: as much as fits."""
+    return None if run.tiers.resident == "auto" else run.tiers.resident
+
+
+def host_budget(run: RunConfig) -> int:
+    """`tiers.host_memory`, or half of what is available to this process. Raises UserError if the machine has less."""
+    limit, why = memory_limit()
+    available = min(limit, psutil.virtual_memory().available)
+    if run.tiers.host_memory is None:
+        return available // 2
+    if run.tiers.host_memory > limit:
+        raise UserError(
+            f"tiers.host_memory: {run.tiers.host_memory} bytes is more than {why} allows ({limit} bytes). "
+            f"Fix: at most {limit * 3 // 4} bytes"
+        )
+    return run.tiers.host_memory

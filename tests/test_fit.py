@@ -1,0 +1,111 @@
+"""P2: what cannot work is refused early, cheaply, and for the right reason.
+
+Scope: the arithmetic of `shapes.py` against the models themselves, early refusals, memory limits of cgroups.
+Not here: the plan's own refusal (`test_plan.py`), whole commands (`test_cli.py`).
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunFile
+from models import MODELS
+
+from megatrain.config import load_run
+from megatrain.errors import UserError
+from megatrain.fit import host_budget, refuse_early
+from megatrain.shapes import unit_sizes
+from tiering import limits
+from tiering.errors import BudgetError
+
+MORE: dict[str, dict[str, Any]] = {
+    "mistral": {**MODELS["llama"], "model_type": "mistral"},
+    "qwen2": {**MODELS["llama"], "model_type": "qwen2"},
+    "odd sizes": {**MODELS["llama"], "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 2},
+    "no word on tying": {k: v for k, v in MODELS["llama"].items() if k != "tie_word_embeddings"},
+    "gpt2 untied": {**MODELS["gpt2"], "tie_word_embeddings": False, "n_inner": 40},
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
+def test_sizes_by_arithmetic_are_those_of_the_model(name: str) -> None:
+    """P5: every unit's name, bytes and ties; where the arithmetic gives no answer, the model is asked instead."""
+    from megatrain.model import build, find_units, model_config
+
+    config = {**MODELS, **MORE}[name]
+    assert unit_sizes(config) == [unit.size() for unit in find_units(build(model_config(config)))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "opt"}, {"attention_bias": True}, {"hidden_size": None}, {"num_key_value_heads": "many"}],
+    ids=str,
+)
+def test_what_the_arithmetic_does_not_know_it_does_not_guess(change: dict[str, Any]) -> None:
+    assert unit_sizes({**MODELS["llama"], **change}) is None
+
+
+def test_a_small_budget_is_refused_before_torch_is_even_imported(run_file: RunFile, tmp_path: Path) -> None:
+    """P2: in a second, before weights are made, with the sum line by line and the smallest budget that works."""
+    path = run_file({"model.config": MODELS["llama"], "tiers.host_memory": "64KiB"})
+    code = (
+        "import sys; from megatrain.cli import main; sys.argv = ['megatrain', 'train', sys.argv[1]]\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'transformers', 'zarr'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout.strip() == "[]", done.stdout
+    assert "The least that works" in done.stderr
+    assert "Fix: tiers.host_memory >= " in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_architecture_is_refused_by_its_real_sizes(run_file: RunFile) -> None:
+    """P2: `opt` is not in the arithmetic; the model's own sizes give the same kind of answer."""
+    from megatrain.prepare import prepare
+
+    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+    config = {"model_type": "opt", **sizes, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+    run = load_run(run_file({"model.config": config, "tiers.host_memory": "64KiB"}))
+    refuse_early(run)
+    with pytest.raises(BudgetError, match="The least that works"):
+        prepare(run)
+
+
+def test_what_is_not_there_yet_is_said_at_once(run_file: RunFile, tmp_path: Path) -> None:
+    """CF-04, CF-05."""
+    for change, what in (
+        ({"device": "cuda"}, "cuda is not supported yet"),
+        ({"tiers.nvme": [str(tmp_path / "a"), str(tmp_path / "b")]}, "several drives"),
+        ({"tiers.host_memory": "900TiB"}, "more than"),
+    ):
+        with pytest.raises(UserError, match=what):
+            refuse_early(load_run(run_file(change)))
+
+
+def test_the_smallest_limit_on_the_cgroup_path_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """P2: v2 and v1, and a parent's limit below its child's."""
+    monkeypatch.setattr(limits, "CGROUP", tmp_path)
+    of = tmp_path / "self"
+    for controllers, root, name in (
+        ("", tmp_path, "memory.max"),
+        ("memory", tmp_path / "memory", "memory.limit_in_bytes"),
+    ):
+        (root / "a" / "b").mkdir(parents=True, exist_ok=True)
+        (root / "a" / name).write_text("5000\n")
+        (root / "a" / "b" / name).write_text("7000\n" if controllers else "max\n")
+        of.write_text(f"3:cpu:/elsewhere\n0:{controllers}:/a/b\n")
+        files = list(limits._limit_files(of))
+        monkeypatch.setattr(limits, "_limit_files", lambda files=files: iter(files))
+        assert limits.memory_limit() == (5000, f"cgroup {root / 'a' / name}")
+        monkeypatch.undo()
+        monkeypatch.setattr(limits, "CGROUP", tmp_path)
+
+
+def test_the_budget_is_what_was_asked_for_or_half_of_what_is_free(run_file: RunFile) -> None:
+    assert host_budget(load_run(run_file({"tiers.host_memory": "64MiB"}))) == 64 << 20
+    limit, _ = limits.memory_limit()
+    assert 0 < host_budget(load_run(run_file({"tiers.host_memory": "auto"}))) <= limit // 2

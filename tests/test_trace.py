@@ -1,0 +1,112 @@
+"""P5: what a step really did, made from spans and measurements.
+
+Scope: figures from spans, quick measurements of the machine and the unit costs that the plan reckons with.
+Not here: whole runs (`test_run.py`), the simulation (`test_simulate.py`).
+"""
+
+import threading
+from pathlib import Path
+
+import pytest
+from models import MODELS
+
+from megatrain.model import build, find_units, model_config
+from megatrain.profile import profile
+from tiering.measure import measure
+from tiering.trace import WAIT, Span, Trace, figures
+
+
+def span(what: str, begin_s: float, end_s: float, nbytes: int = 0, name: str = "x") -> Span:
+    return Span(what=what, name=name, begin_s=begin_s, end_s=end_s, nbytes=nbytes)
+
+
+def test_overlapping_transfers_keep_the_lane_busy_once() -> None:
+    """Two reads from 0 to 2 and 1 to 3 and a write from 5 to 6: four seconds of I/O, not five."""
+    found = figures(
+        [
+            span("READ", 0, 2, 10),
+            span("READ", 1, 3, 20),
+            span("WRITE", 5, 6, 7),
+            span("update", 2, 4),
+            span(WAIT, 3, 3.5, name="READ L7.weight"),
+            span(WAIT, 6, 6.25, name="READ L7.weight"),
+        ],
+        wall_s=7.0,
+    )
+    assert (found.io_s, found.update_s) == (4, 2)
+    assert (found.read_bytes, found.written_bytes) == (30, 7)
+    assert found.stalls == {"READ L7.weight": 0.75}
+    assert found.stall_s == 0.75
+
+
+def test_a_trace_loses_no_span_of_any_thread() -> None:
+    trace = Trace()
+
+    def note() -> None:
+        for _ in range(500):
+            trace.add("READ", "x", 0.0, 1)
+
+    threads = [threading.Thread(target=note) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spans, found = trace.take()
+    assert len(spans) == found.read_bytes == 2000
+    assert trace.take()[0] == []
+
+
+def test_measured_rates_say_so_and_leave_nothing_behind(tmp_path: Path) -> None:
+    """Style rule 9; the probe file is beside the tier, not in it, and gone."""
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    hardware = measure(tier, width=64, tokens=32, disk_bytes=16 << 20)
+    for rate in (hardware.read, hardware.write, hardware.compute, hardware.update):
+        assert rate.source == "measured"
+        assert rate.how
+        assert rate.per_s > 1e6
+    assert hardware.assumed() == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["tier"]
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2", "qwen3"])
+def test_flops_are_two_a_weight_and_token_and_three_times_that_backward(model: str) -> None:
+    """Matrix products of one micro-batch by hand: 2 flops a weight and token, twice that for gradients, and once more
+    for the recompute; attention scores come on top.
+    """
+    units = find_units(build(model_config(MODELS[model])))
+    rows, tokens = 2, 16
+    costs = profile(units, rows, tokens)
+    for unit in units:
+        cost = costs[unit.name]
+        assert not cost.assumed, unit.name
+        matrices = sum(b.slice.numel for b in unit.bindings if len(b.slice.shape) == 2)
+        if "embed" in unit.name or ".w" in unit.name or "norm" in unit.name or "ln_f" in unit.name:
+            assert cost.forward_flops == 0, unit.name
+            continue
+        products = 2 * rows * tokens * matrices
+        attention = 4 * rows * tokens * tokens * 32 if unit is not units.head else 0  # scores and values, width 32
+        assert products <= cost.forward_flops <= products + 2 * attention, unit.name
+        assert 2.9 * products <= cost.backward_flops <= 3.1 * products + 6 * attention, unit.name
+
+
+def test_the_workspace_covers_the_logits_and_the_largest_gradient() -> None:
+    """PL-12: one micro-batch of logits with its gradient, in FP32; and a layer's own gradient of a matrix."""
+    units = find_units(build(model_config(MODELS["llama"])))
+    costs = profile(units, 4, 16)
+    logits = 4 * 4 * 16 * 256
+    assert 2 * logits <= costs["lm_head"].workspace_bytes <= 6 * logits
+    largest = max(4 * place.numel for place in units.units[1].slices)
+    assert costs["model.layers.0"].workspace_bytes > largest
+    assert costs["model.layers.0"].output_bytes == 4 * 4 * 16 * 32
+
+
+def test_a_cost_that_could_not_be_seen_is_called_assumed() -> None:
+    """Style rule 9: routing to experts looks at values; of four experts two are reckoned with."""
+    units = find_units(build(model_config(MODELS["mixtral"])))
+    costs = profile(units, 2, 16)
+    layer = units.units[1]
+    assert costs[layer.name].assumed
+    experts = sum(s.numel for s in layer.slices if len(s.shape) == 3)
+    others = sum(s.numel for s in layer.slices if len(s.shape) < 3)
+    assert costs[layer.name].forward_flops == 2 * 2 * 16 * (experts / 2 + others)

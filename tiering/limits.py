@@ -1,0 +1,36 @@
+"""How much memory this process may take.
+
+Scope: the machine's RAM and every memory cgroup (v1, v2, hybrid) on the process's path; the smallest counts.
+Not here: rates (`measure.py`), what a run asks for (the caller).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_limit() -> tuple[int, str]:
+    """Bytes of RAM that this process may take, and what sets that limit: the machine, or a cgroup file."""
+    limit, why = psutil.virtual_memory().total, "the machine's RAM"
+    for file in _limit_files():
+        text = file.read_text().strip() if file.is_file() else "max"
+        if text.isdigit() and int(text) < limit:
+            limit, why = int(text), f"cgroup {file}"
+    return limit, why
+
+
+def _limit_files(of: Path = Path("/proc/self/cgroup")) -> Iterator[Path]:
+    """The file that would hold a limit, for each group from the process's own up to the root."""
+    for line in of.read_text().splitlines() if of.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = CGROUP, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUP / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        yield from (place / name for place in (folder, *folder.parents) if place.is_relative_to(root))
