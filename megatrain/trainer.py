@@ -267,16 +267,16 @@ class _Loop:
         row["predicted_s"] = self.prepared.plan.timeline.pass_s
         log.write(json.dumps(row) + "\n")
         log.flush()
-        self.console.print(self._line(number, result, figures, tokens), highlight=False)
+        self.console.print(self._line(number, result, figures, tokens), highlight=False, soft_wrap=True)
 
     def _line(self, number: int, result: StepResult, figures: Figures, tokens: int) -> str:
         wall_s = figures.wall_s
         plan = self.prepared.plan
         note = f"  [yellow]skipped: {result.skipped} is not finite[/yellow]" if result.skipped else ""
         return (
-            f"step {number}/{self.run_config.train.steps}  loss {result.loss:.4f}  "
-            f"grad norm {result.grad_norm:.3f}{' (before clipping)' if result.clipped else ''}  "
-            f"{tokens / wall_s:,.0f} tok/s  {format_seconds(wall_s)} (plan {format_seconds(plan.timeline.pass_s)})  "
+            f"step {number}/{self.run_config.train.steps}  loss {result.loss:.4f}  {tokens / wall_s:,.0f} tok/s  "
+            f"{format_seconds(wall_s)} (plan {format_seconds(plan.timeline.pass_s)})  "
             f"NVMe r {figures.read_bytes / wall_s / 1e9:.2f} w {figures.written_bytes / wall_s / 1e9:.2f} GB/s  "
-            f"host {format_size(plan.host_bytes)} of {format_size(self.prepared.host_budget)}{note}"
+            f"host {format_size(plan.host_bytes)} of {format_size(self.prepared.host_budget)}  "
+            f"grad norm {result.grad_norm:.2f}{' before clipping' if result.clipped else ''}{note}"
         )
