@@ -6,7 +6,10 @@ Not here: one step (`engine.py`), what is decided beforehand (`prepare.py`).
 
 import hashlib
 import json
+import os
+import shutil
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -77,15 +80,22 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
         text = generate(folder, prompt, **options, console=console)
         console.print("A sample (the prompt is from the data):", style="bold")
         console.print(text, markup=False, highlight=False)
-    console.print(f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)")
-    longer = run.train.steps * 2
     console.print(
-        f"Next: megatrain train {folder / RUN_FILE} --resume --set train.steps={longer}\n"
-        f'      megatrain generate {folder} --prompt "{prompt.split()[0] if prompt.split() else "The"}"\n'
-        f"      megatrain verify {folder / RUN_FILE} --steps 2",
+        f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)\n"
+        f"Next: {_command()} train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n"
+        f'      {_command()} generate {folder} --prompt "{prompt.split()[0] if prompt.split() else "The"}"\n'
+        f"      {_command()} verify {folder / RUN_FILE} --steps 2",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _command() -> str:
+    """What a person types to call this program from where it was called."""
+    if shutil.which("megatrain"):
+        return "megatrain"
+    beside = Path(sys.executable).parent / "megatrain"
+    return os.path.relpath(beside) if beside.is_file() else f"{sys.executable} -m megatrain"
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:
@@ -246,7 +256,8 @@ class _Loop:
                 if stop:
                     self.console.print(
                         f"Interrupted: step {number} of {steps} is committed. "
-                        f"Go on with: megatrain train {self.run_config.output.dir / RUN_FILE} --resume"
+                        f"Go on with: {_command()} train {self.run_config.output.dir / RUN_FILE} --resume",
+                        soft_wrap=True,
                     )
                     return INTERRUPTED
         self.console.print(
