@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
 .DELETE_ON_ERROR:
-.PHONY: install demo test clean
+.PHONY: install demo test torture clean
 
 install: $(STAMP)
 
@@ -30,6 +30,11 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# A real run killed a hundred times, half of them with clipping: minutes.
+torture: install
+	$(BIN)/python tests/torture.py --kills 50
+	$(BIN)/python tests/torture.py --kills 50 --seed 1 --clip 0.5
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,18 +10,20 @@ from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from megatrain.shapes import unit_sizes
+from tiering.engine import refuse_engine
 from tiering.limits import memory_limit
 from tiering.plan import refuse
 
 
 def refuse_early(run: RunConfig) -> None:
-    """Raises UserError or BudgetError for a run that cannot work, as far as arithmetic can tell."""
+    """Raises UserError, BudgetError or EngineError for a run that cannot work, as far as can be told without torch."""
     if len(run.tiers.nvme) > 1:
         raise UserError(
             f"tiers.nvme: {len(run.tiers.nvme)} folders; several drives are not supported yet. Fix: give one"
         )
     if run.device == "cuda":
         raise UserError("device: cuda is not supported yet. Fix: device: cpu")
+    refuse_engine(run.tiers.engine, run.tiers.nvme[0])
     sizes = unit_sizes(run.model.json_config())
     if sizes is not None:
         refuse_budget(run, sizes)

@@ -14,7 +14,7 @@ from megatrain.config import RunConfig
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import KINDS
 from megatrain.sizes import format_rate, format_seconds, format_size
-from tiering.manager import stored_blocks
+from tiering.manager import scratch_blocks, stored_blocks
 from tiering.store import BlockStore
 
 RATES = (("read", "B/s"), ("write", "B/s"), ("compute", "FLOP/s"), ("update", "B/s"))
@@ -79,7 +79,9 @@ class PlanReport:
         return sum(nvme for _, nvme in placed) / sum(host + nvme for host, nvme in placed)
 
     def disk_bytes(self) -> int:
-        return BlockStore.nbytes_on_disk(stored_blocks(self.prepared.plan, {}))
+        """Room that the store takes: two slots of what is durable, one of what is spilled."""
+        plan = self.prepared.plan
+        return BlockStore.nbytes_on_disk([*stored_blocks(plan, {}), *scratch_blocks(plan)])
 
     def assumed(self) -> list[str]:
         """Figures that nobody measured on this machine."""

@@ -32,7 +32,7 @@ from megatrain.programs import KINDS, block_name
 from megatrain.report import PlanReport
 from megatrain.sizes import format_seconds, format_size
 from tiering.manager import Manager
-from tiering.store import JSON, TensorSpec, has_state
+from tiering.store import JSON, TensorSpec, check_room, has_state
 from tiering.trace import Figures
 
 INTERRUPTED = 130
@@ -49,6 +49,9 @@ def train(run: RunConfig, *, resume: bool, console: Console) -> int:
     prepared = prepare(run)
     report = PlanReport(prepared=prepared)
     report.render(console)
+    if not resume:
+        check_room(run.tiers.nvme[0], report.disk_bytes())
+    console.print(_device_line(run))
     run.output.dir.mkdir(parents=True, exist_ok=True)
     batches = open_run_batches(prepared, run.output.dir, console)
     (run.output.dir / RUN_FILE).write_text(dump_run(run))
@@ -96,6 +99,12 @@ def _command() -> str:
         return "megatrain"
     beside = Path(sys.executable).parent / "megatrain"
     return os.path.relpath(beside) if beside.is_file() else f"{sys.executable} -m megatrain"
+
+
+def _device_line(run: RunConfig) -> str:
+    found = run.device == "auto" and torch.cuda.is_available()
+    note = "; there is a CUDA device, which is not supported yet" if found else ""
+    return f"Device: cpu, {torch.get_num_threads()} threads ({run.device}{note})"
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:

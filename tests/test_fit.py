@@ -17,8 +17,8 @@ from megatrain.config import load_run
 from megatrain.errors import UserError
 from megatrain.fit import host_budget, refuse_early
 from megatrain.shapes import unit_sizes
-from tiering import limits
-from tiering.errors import BudgetError
+from tiering import gds, limits
+from tiering.errors import BudgetError, EngineError
 
 MORE: dict[str, dict[str, Any]] = {
     "mistral": {**MODELS["llama"], "model_type": "mistral"},
@@ -84,6 +84,15 @@ def test_what_is_not_there_yet_is_said_at_once(run_file: RunFile, tmp_path: Path
     ):
         with pytest.raises(UserError, match=what):
             refuse_early(load_run(run_file(change)))
+
+
+def test_an_engine_that_cannot_work_is_refused_before_anything_is_written(run_file: RunFile, tmp_path: Path) -> None:
+    """IO-01: kvikio asked for by name; the message names the one that can work."""
+    if gds.probe(tmp_path) is None:
+        pytest.skip("kvikio works here")
+    with pytest.raises(EngineError, match="posix"):
+        refuse_early(load_run(run_file({"tiers.engine": "kvikio"})))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_smallest_limit_on_the_cgroup_path_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megatrain.generate import generate
 from megatrain.model import first_weights, model_config
 from megatrain.optim import NonFiniteError
 from megatrain.trainer import train
-from tiering.errors import BudgetError, TieringError, WrongStateError
+from tiering.errors import BudgetError, DiskFullError, TieringError, WrongStateError
 from tiering.hardware import assumed_hardware
 
 TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "model.config": MODELS["llama"]}
@@ -160,6 +160,16 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(run_fi
     assert not (tmp_path / "run").exists()
     smallest = text.split("tiers.host_memory >= ")[1].split(",")[0].rstrip(".")
     assert run(run_file, {"tiers.host_memory": smallest, "train.steps": 1}) == 0
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IO-06: by arithmetic, with the bytes wanted and free."""
+    monkeypatch.setattr("tiering.store.free_bytes", lambda path: 1000)
+    with pytest.raises(DiskFullError, match="1000 bytes are free"):
+        run(run_file, {})
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_non_finite_step_is_skipped_on_every_tier(

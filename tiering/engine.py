@@ -280,6 +280,12 @@ def _open_fd(path: Path, flags: int) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)  # a store on a read-only medium can still be read
 
 
+def refuse_engine(name: EngineName, path: Path) -> None:
+    """Raises `EngineError` if the engine asked for by name cannot work on the drive of `path`."""
+    if name == "kvikio":
+        choose_engine(name, path)[0].close()
+
+
 def choose_engine(name: EngineName, path: Path) -> tuple[IOEngine, str]:
     """The engine for the store at `path`, and one line that says which and why.
 

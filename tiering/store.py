@@ -60,7 +60,7 @@ from tiering.ranges import RangeSet
 from tiering.workload import PAGE
 from tiering.zarr_layout import CHUNK, zarr_metadata
 
-__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "has_state"]
+__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "check_room", "has_state"]
 
 LOCK_NAME = ".lock"
 SLOTS_NAME = ".slots"
@@ -124,7 +124,7 @@ class BlockStore:
         assert len({block.name for block in blocks}) == len(blocks), "two blocks have one name"
         check_place(root)
         _refuse_content(root, but=(LOCK_NAME,))
-        _check_room(root, BlockStore.nbytes_on_disk(blocks))
+        check_room(root, BlockStore.nbytes_on_disk(blocks))
         now = _now()
         entries = tuple(BlockEntry.of(block, "a") for block in blocks if not block.scratch)
         manifest = Manifest(step=None, created=now, updated=now, identity=plain(identity), run={}, blocks=entries)
@@ -185,7 +185,7 @@ class BlockStore:
         old = self.root / SLOTS_NAME / "scratch"
         if not any(block.scratch for block in self._blocks.values()):
             shutil.rmtree(old, ignore_errors=True)
-        _check_room(self.root, BlockStore.nbytes_on_disk(blocks))
+        check_room(self.root, BlockStore.nbytes_on_disk(blocks))
         for block in blocks:
             _reserve(self._file(block, "scratch"), block)
             self._blocks[block.name] = block
@@ -354,7 +354,8 @@ def _refuse_content(root: Path, *, but: tuple[str, ...]) -> None:
         )
 
 
-def _check_room(root: Path, wanted: int) -> None:
+def check_room(root: Path, wanted: int) -> None:
+    """Raises `DiskFullError` if the disk of `root` has fewer than `wanted` bytes free."""
     free = free_bytes(root)
     if wanted > free:
         raise DiskFullError(
