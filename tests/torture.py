@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def torture(folder: Path, kills: int, seed: int, *, clip: float | None, resident
     ours, theirs = bits(root), bits(other)
     return {
         "kills": kills,
-        "lives_without_progress": sum(a == b for a, b in zip(seen, seen[1:], strict=False)),
+        "lives_without_progress": sum(a == b for a, b in pairwise(seen)),
         "steps": steps,
         "identical": ours == theirs and committed(root) == committed(other) == steps,
         "differing": [name for name in theirs if ours.get(name) != theirs[name]],
