@@ -10,7 +10,7 @@ from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from megatrain.shapes import unit_sizes
-from tiering.engine import refuse_engine
+from tiering.choose import refuse_engine
 from tiering.limits import memory_limit
 from tiering.plan import refuse
 

@@ -16,7 +16,7 @@ from megatrain.errors import UserError
 from megatrain.model import build, find_units, model_config
 from megatrain.prepare import forward_plan
 from megatrain.stream import StreamedModel
-from tiering.engine import choose_engine
+from tiering.choose import choose_engine
 from tiering.errors import TieringError
 from tiering.manager import Manager
 from tiering.plan import Plan

@@ -32,7 +32,8 @@ from megatrain.programs import KINDS, block_name
 from megatrain.report import PlanReport
 from megatrain.sizes import format_seconds, format_size
 from tiering.manager import Manager
-from tiering.store import JSON, TensorSpec, check_room, has_state
+from tiering.place import check_room
+from tiering.store import JSON, TensorSpec, has_state
 from tiering.trace import Figures
 
 INTERRUPTED = 130

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tiering.engine import Extent, choose_engine
+from tiering.choose import choose_engine
+from tiering.engine import Extent
 from tiering.errors import DamagedStateError, DiskFullError, EngineError, IOFailedError
 
 PAGE = 4096

@@ -302,7 +302,7 @@ def test_what_json_cannot_hold_is_refused_before_the_commit_starts(tmp_path: Pat
 CHILD = """
 import mmap, sys
 from pathlib import Path
-from tiering.engine import PosixEngine
+from tiering.posix import PosixEngine
 from tiering.store import BlockStore
 
 with BlockStore.open(Path(sys.argv[1])) as store, PosixEngine(4) as engine:

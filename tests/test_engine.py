@@ -1,6 +1,6 @@
 """I/O engines move whole transfers or say what went wrong: one contract for every engine and every file system.
 
-Scope: `tiering/engine.py`, `tiering/bounce.py`.
+Scope: `tiering/engine.py`, `tiering/posix.py`, `tiering/bounce.py`.
 Not here: which engine is chosen, and kvikio (`test_choose_engine.py`);
 slots and commits (`test_store.py`, `test_commit.py`).
 """
@@ -19,10 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering import engine as engine_module
-from tiering.engine import Extent, IOEngine, PosixEngine
+from tiering import posix as posix_module
+from tiering.engine import Extent, IOEngine
 from tiering.errors import DamagedStateError, DiskFullError, IOFailedError
 from tiering.place import filesystem_of
+from tiering.posix import PosixEngine
 
 PAGE = 4096
 MIB = 1 << 20
@@ -294,7 +295,7 @@ def test_closing_waits_for_what_is_outstanding(tmp_path: Path, monkeypatch: pyte
 
 def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand blocks of two slots are more files than a process may usually hold open."""
-    monkeypatch.setattr(engine_module, "MAX_OPEN_FILES", 4)
+    monkeypatch.setattr(posix_module, "MAX_OPEN_FILES", 4)
     paths = [new_file(tmp_path / str(i), bytes([i]) * PAGE) for i in range(40)]
     before = len(os.listdir("/proc/self/fd"))
     with PosixEngine(3) as posix:

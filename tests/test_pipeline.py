@@ -28,11 +28,12 @@ from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import block_name
 from megatrain.trainer import tensor_specs
-from tiering.engine import Extent, IOEngine, PosixEngine
+from tiering.engine import Extent, IOEngine
 from tiering.errors import IOFailedError, ScheduleError
 from tiering.hardware import assumed_hardware
 from tiering.lanes import InlineLanes, Lanes
 from tiering.manager import Manager, scratch_blocks, stored_blocks
+from tiering.posix import PosixEngine
 from tiering.store import BlockStore
 
 STEPS = 3

@@ -166,7 +166,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """IO-06: by arithmetic, with the bytes wanted and free."""
-    monkeypatch.setattr("tiering.store.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("tiering.place.free_bytes", lambda path: 1000)
     with pytest.raises(DiskFullError, match="1000 bytes are free"):
         run(run_file, {})
     assert not (tmp_path / "run").exists()

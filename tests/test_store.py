@@ -32,7 +32,6 @@ from store_bytes import (
     unlike,
 )
 
-from tiering import store as store_module
 from tiering.errors import DamagedStateError, DiskFullError, PlaceError, StoreLockedError, WrongStateError
 from tiering.store import BlockStore, StoredBlock, TensorSpec, has_state
 
@@ -63,7 +62,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """IO-06: by arithmetic, with bytes wanted and free."""
-    monkeypatch.setattr(store_module, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr("tiering.place.free_bytes", lambda path: 1000)
     wanted = BlockStore.nbytes_on_disk(blocks())
     with pytest.raises(DiskFullError, match=f"needs {wanted} bytes, 1000 bytes are free"):
         BlockStore.create(tmp_path / "nvme", blocks(), identity=IDENTITY)

@@ -14,7 +14,8 @@ import torch
 
 from tiering.arena import Arena
 from tiering.check import check
-from tiering.engine import EngineName, IOEngine, choose_engine
+from tiering.choose import EngineName, choose_engine
+from tiering.engine import IOEngine
 from tiering.lanes import InlineLanes, Lanes
 from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater, Views
 from tiering.plan import Plan

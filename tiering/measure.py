@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from tiering.arena import Arena
-from tiering.engine import Extent, IOEngine, choose_engine
+from tiering.engine import Extent, IOEngine
 from tiering.hardware import Hardware, Rate
 from tiering.place import folder_beside
+from tiering.posix import PosixEngine
 
 MiB = 1 << 20
 
@@ -26,7 +27,7 @@ def measure(path: Path, *, width: int, tokens: int, disk_bytes: int = 192 * MiB)
     width: hidden size, tokens: rows of a matrix product. Raises what the engine raises.
     """
     folder = folder_beside(path)
-    with choose_engine("posix", folder)[0] as engine:
+    with PosixEngine() as engine:
         write, read = _disk(engine, folder, disk_bytes)
     return Hardware(read=read, write=write, compute=_compute(width, tokens), update=_update())
 

@@ -10,7 +10,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiering.errors import PlaceError
+from tiering.errors import DiskFullError, PlaceError
 
 RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 MOUNTINFO = Path("/proc/self/mountinfo")
@@ -110,3 +110,13 @@ def check_place(root: Path) -> None:
         )
     if not os.access(ground, os.W_OK | os.X_OK):
         raise PlaceError(f"{ground} is not writable for user {os.geteuid()}. Fix: name a folder that you own.")
+
+
+def check_room(root: Path, wanted: int) -> None:
+    """Raises `DiskFullError` if the disk of `root` has fewer than `wanted` bytes free."""
+    free = free_bytes(root)
+    if wanted > free:
+        raise DiskFullError(
+            f"{root}: the store needs {wanted} bytes, {free} bytes are free. "
+            f"Fix: make room for {wanted - free} more bytes, or name a folder on a larger disk."
+        )

@@ -55,12 +55,12 @@ from tiering.manifest import (
     read_manifest,
     replace_manifest,
 )
-from tiering.place import check_place, free_bytes
+from tiering.place import check_place, check_room, free_bytes
 from tiering.ranges import RangeSet
 from tiering.workload import PAGE
 from tiering.zarr_layout import CHUNK, zarr_metadata
 
-__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "check_room", "has_state"]
+__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "has_state"]
 
 LOCK_NAME = ".lock"
 SLOTS_NAME = ".slots"
@@ -351,16 +351,6 @@ def _refuse_content(root: Path, *, but: tuple[str, ...]) -> None:
     if content:
         raise PlaceError(
             f"{root} is not empty ({len(content)} entries, {content[0]!r} first). Fix: name a new or an empty folder."
-        )
-
-
-def check_room(root: Path, wanted: int) -> None:
-    """Raises `DiskFullError` if the disk of `root` has fewer than `wanted` bytes free."""
-    free = free_bytes(root)
-    if wanted > free:
-        raise DiskFullError(
-            f"{root}: the store needs {wanted} bytes, {free} bytes are free. "
-            f"Fix: make room for {wanted - free} more bytes, or name a folder on a larger disk."
         )
 
 
