@@ -79,14 +79,8 @@ class Unit:
     def borrows(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(b.unit for b in self.bindings if b.unit != self.name))
 
-    def size(self, forward_flops: float = 0.0, backward_flops: float = 0.0) -> UnitSize:
-        return UnitSize(
-            name=self.name,
-            nbytes=self.nbytes,
-            borrows=self.borrows,
-            forward_flops=forward_flops,
-            backward_flops=backward_flops,
-        )
+    def size(self) -> UnitSize:
+        return UnitSize(name=self.name, nbytes=self.nbytes, borrows=self.borrows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Not here: the plan itself (`tiering/plan.py`), showing it (`report.py`), carryin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -16,10 +16,14 @@ from megatrain.fit import host_budget, refuse_budget, refuse_early, resident_sha
 from megatrain.model import Units, build, find_units, model_config
 from megatrain.profile import UnitCost, profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
+from megatrain.timing import UnitTime, time_units
 from tiering.hardware import Hardware, assumed_hardware
 from tiering.measure import measure
 from tiering.plan import Line, Plan, make_plan
 from tiering.workload import Workload
+
+MEASURE_MOST_S = 10.0
+"""Units that would take longer than this to run once are reckoned from their flops instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,7 @@ class Prepared:
     plan: Plan
     hardware: Hardware
     costs: Mapping[str, UnitCost]
+    times: Mapping[str, UnitTime]
     checkpoint: Checkpoint | None
     host_budget: int
     compute_lines: tuple[Line, ...]
@@ -49,16 +54,20 @@ def prepare(run: RunConfig) -> Prepared:
     budget = host_budget(run)
     checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
     costs = profile(units, run.train.micro_batch, run.data.seq_len)
-    lines = tuple(_compute_lines(units, costs, run.train.batch // run.train.micro_batch))
+    micro_batches = run.train.batch // run.train.micro_batch
+    lines = tuple(_compute_lines(units, costs, micro_batches))
     _refuse_compute(run, lines)
     hardware = _measured(run, units)
-    workload = training_workload(_costed(units, costs, run), deferred=run.train.max_grad_norm is not None)
+    times = _timed(run, units, costs, hardware)
+    sizes = _costed(units, costs, times, micro_batches)
+    workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
     return Prepared(
         run=run,
         units=units,
         plan=make_plan(workload, hardware, budget, resident_share(run)),
         hardware=hardware,
         costs=costs,
+        times=times,
         checkpoint=checkpoint,
         host_budget=budget,
         compute_lines=lines,
@@ -78,10 +87,28 @@ def _measured(run: RunConfig, units: Units) -> Hardware:
     return measure(run.tiers.nvme[0], width=min(text.hidden_size, 4096), tokens=min(tokens, 4096))
 
 
-def _costed(units: Units, costs: Mapping[str, UnitCost], run: RunConfig) -> list[UnitSize]:
-    times = run.train.batch // run.train.micro_batch
+def _timed(run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware) -> dict[str, UnitTime]:
+    """Measured seconds of each unit; nothing where measuring would itself take long."""
+    flops = sum(cost.forward_flops + cost.backward_flops for cost in {id(c): c for c in costs.values()}.values())
+    if flops / hardware.compute.per_s > MEASURE_MOST_S:
+        return {}
+    return time_units(units, run.train.micro_batch, run.data.seq_len)
+
+
+def _costed(
+    units: Units, costs: Mapping[str, UnitCost], times: Mapping[str, UnitTime], micro_batches: int
+) -> list[UnitSize]:
+    """Units with what they cost a step."""
+    unknown = UnitTime(forward_s=0.0, backward_s=0.0)
     return [
-        unit.size(times * costs[unit.name].forward_flops, times * costs[unit.name].backward_flops) for unit in units
+        replace(
+            unit.size(),
+            forward_flops=micro_batches * costs[unit.name].forward_flops,
+            backward_flops=micro_batches * costs[unit.name].backward_flops,
+            forward_s=micro_batches * times.get(unit.name, unknown).forward_s,
+            backward_s=micro_batches * times.get(unit.name, unknown).backward_s,
+        )
+        for unit in units
     ]
 
 

@@ -20,7 +20,8 @@ HEAD = "loss"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
     """A unit as the planner sees it. `nbytes`: its own parameters, padded (0: it owns none). `borrows`: units whose
-    weights it uses too (tied). Flops of one step: forward alone, and backward with its recompute.
+    weights it uses too (tied). Flops and measured seconds (0: not measured) of one step: forward alone, and backward
+    with its recompute.
     """
 
     name: str
@@ -28,6 +29,8 @@ class UnitSize:
     borrows: tuple[str, ...] = ()
     forward_flops: float = 0.0
     backward_flops: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 def block_name(unit: str, kind: str) -> str:
@@ -97,14 +100,21 @@ class _Step:
                     updated.add(name)
                     yield self.update(self.of[name], moves="earlier")
             if unit is not self.units[-1]:
-                yield Op(name=f"fwd.{unit.name}", lane="compute", touches=self.reads(unit), flops=unit.forward_flops)
+                yield Op(
+                    name=f"fwd.{unit.name}",
+                    lane="compute",
+                    touches=self.reads(unit),
+                    flops=unit.forward_flops,
+                    seconds=unit.forward_s,
+                )
 
     def head(self, *, train: bool) -> Op:
         """The head: its forward, the loss and, in training, its backward while the logits are there."""
         unit = self.units[-1]
         grads = self.grads(unit, set()) if train else ()
         flops = unit.forward_flops + (unit.backward_flops if train else 0.0)
-        return Op(name=HEAD, lane="compute", touches=(*self.reads(unit), *grads), flops=flops)
+        touches = (*self.reads(unit), *grads)
+        return Op(name=HEAD, lane="compute", touches=touches, flops=flops, seconds=unit.forward_s + unit.backward_s)
 
     def grads(self, unit: UnitSize, begun: set[str]) -> tuple[Touch, ...]:
         """The first op of the pass that adds to a gradient defines it."""
@@ -121,7 +131,13 @@ class _Step:
                 yield self.head(train=True)
             else:
                 touches = (*self.reads(unit), *self.grads(unit, begun))
-                yield Op(name=f"bwd.{unit.name}", lane="compute", touches=touches, flops=unit.backward_flops)
+                yield Op(
+                    name=f"bwd.{unit.name}",
+                    lane="compute",
+                    touches=touches,
+                    flops=unit.backward_flops,
+                    seconds=unit.backward_s,
+                )
             begun.update(self.used(unit))
             for name in self.used(unit) if update else ():
                 if last_use[name] == unit.name:

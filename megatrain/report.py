@@ -4,7 +4,7 @@ Scope: `PlanReport`, its JSON object and its tables.
 Not here: making the plan (`prepare.py`, `tiering/plan.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -61,6 +61,7 @@ class PlanReport:
                 }
                 for name, unit in RATES
             },
+            "unit_times": {name: asdict(times) for name, times in self.prepared.times.items()},
             "assumed": self.assumed(),
         }
 
@@ -108,7 +109,8 @@ class PlanReport:
         console.print(
             f"Predicted: [bold]{format_seconds(figures['step_s'])} a step[/bold] "
             f"(I/O {format_seconds(figures['io_s'])}, compute {format_seconds(figures['compute_s'])}), "
-            f"from {self._rates()}"
+            f"from {self._rates()}; "
+            + ("units timed one by one" if self.prepared.times else "compute reckoned from flops")
         )
         console.print(f"Disk: {format_size(figures['disk_bytes'])} at {self.prepared.run.tiers.nvme[0]} (two slots)")
         if figures["assumed"]:

@@ -5,6 +5,7 @@ Not here: whole runs (`test_run.py`), the simulation (`test_simulate.py`).
 """
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ from models import MODELS
 
 from megatrain.model import build, find_units, model_config
 from megatrain.profile import profile
+from megatrain.programs import UnitSize, training_workload
+from megatrain.timing import time_units
+from tiering.hardware import assumed_hardware
 from tiering.measure import measure
+from tiering.simulate import op_seconds
 from tiering.trace import WAIT, Span, Trace, figures
 
 
@@ -110,3 +115,27 @@ def test_a_cost_that_could_not_be_seen_is_called_assumed() -> None:
     experts = sum(s.numel for s in layer.slices if len(s.shape) == 3)
     others = sum(s.numel for s in layer.slices if len(s.shape) < 3)
     assert costs[layer.name].forward_flops == 2 * 2 * 16 * (experts / 2 + others)
+
+
+def test_units_are_timed_by_running_them_and_left_as_they_were() -> None:
+    """P5: every unit has a time, units of one kind the same one, and the model runs its own forwards again after."""
+    units = find_units(build(model_config(MODELS["llama-tied"])))
+    times = time_units(units, 2, 16)
+    assert times.keys() == {unit.name for unit in units}
+    layers = [times[f"model.layers.{number}"] for number in range(3)]
+    assert layers[0] == layers[1] == layers[2]
+    assert all(time.forward_s > 0 for time in times.values())
+    assert all(time.backward_s > 0 for name, time in times.items() if name != "lm_head")
+    assert layers[0].backward_s > layers[0].forward_s
+    assert all("forward" not in vars(module) for module in units.model.modules())
+    assert all(parameter.is_meta for parameter in units.model.parameters())
+
+
+def test_measured_seconds_go_before_flops() -> None:
+    """P5: an op that was timed takes that long, whatever its flops; another one is reckoned."""
+    hardware = assumed_hardware()
+    sizes = [UnitSize(name="a", nbytes=4096, forward_flops=1e9, forward_s=0.5), UnitSize(name="b", nbytes=4096)]
+    sizes[1] = replace(sizes[1], forward_flops=hardware.compute.per_s, backward_flops=hardware.compute.per_s)
+    found = op_seconds(training_workload(sizes, deferred=False), hardware)
+    assert found["fwd.a"] == 0.5
+    assert found["loss"] == pytest.approx(2.0)

@@ -31,7 +31,13 @@ class Timeline:
         return max(self.io_s, self.compute_s)
 
 
-def seconds(action: Action, flops: Mapping[str, float], hardware: Hardware) -> float:
+def op_seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
+    """How long each whole op computes: as measured, else its flops at the machine's rate."""
+    ops = (op for program in workload.programs.values() for op in program.ops)
+    return {op.name: op.seconds or op.flops / hardware.compute.per_s for op in ops}
+
+
+def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> float:
     """How long the action keeps its lane busy."""
     if action.verb is Verb.READ:
         return action.nbytes / hardware.read.per_s
@@ -41,13 +47,13 @@ def seconds(action: Action, flops: Mapping[str, float], hardware: Hardware) -> f
         return 0.0
     if action.lane == "update":
         return action.nbytes / hardware.update.per_s
-    return flops[action.op] / hardware.compute.per_s
+    return op_s[action.op]
 
 
 def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timeline:
     """Run three passes of a cyclic schedule (one of any other) and report the last one."""
-    flops = {op.name: op.flops for program in workload.programs.values() for op in program.ops}
-    cost = [seconds(action, flops, hardware) for action in schedule.actions]
+    op_s = op_seconds(workload, hardware)
+    cost = [seconds(action, op_s, hardware) for action in schedule.actions]
     server = [_server(action, hardware) for action in schedule.actions]
     passes = 3 if schedule.cyclic else 1
     ends = _ends(schedule, cost, server, passes)

@@ -53,13 +53,15 @@ class Op:
     """One computation. A `tiled` op may be cut into tiles: all its blocks have the same layout and size.
 
     `moves` says in which direction the planner may shift the op past others that share no block with it, so that it
-    runs beside them. `flops` are floating-point operations of one execution.
+    runs beside them. `flops` are floating-point operations of one execution, `seconds` what it was measured to take
+    (0: reckon from the flops).
     """
 
     name: str
     lane: Lane
     touches: tuple[Touch, ...]
     flops: float = 0.0
+    seconds: float = 0.0
     tiled: bool = False
     moves: Moves = "no"
 

@@ -1,0 +1,102 @@
+"""How long each kind of unit computes on this machine: its real forward and backward, with random weights.
+
+Scope: a step of one micro-batch through the first units of each kind, over one block of memory that all of them share.
+Not here: flops and bytes (`profile.py`), rates of matrix products and disks (`tiering/measure.py`).
+
+A matrix product at its best says too little: norms, attention, small matrices and the handing over of gradients take
+their share. So the planner is given seconds that were measured on the code that will run.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatrain.model import Slice, Unit, Units, passing_on
+from megatrain.optim import GradientNorm
+from megatrain.programs import HEAD, block_name
+from megatrain.stream import StreamedModel
+
+REPEATS = 3
+ALIKE = 2
+"""Units of one kind that are run: the second one no longer meets cold code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTime:
+    """Seconds of one micro-batch. The head's backward is in its forward: it runs both at once."""
+
+    forward_s: float
+    backward_s: float
+
+
+def time_units(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitTime]:
+    """Measured times by unit name, for a micro-batch of [micro_batch, seq_len] tokens.
+
+    Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists.
+    """
+    kinds = _kinds(units)
+    skipped = [unit for kind in kinds for unit in kind[ALIKE:]]
+    spans = _Spans(units)
+    model = StreamedModel(units, spans.lend, spans.norms)
+    vocabulary = units.model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
+    try:
+        with passing_on([unit.module for unit in skipped if unit.module is not None], lambda *call: None):
+            for _ in range(1 + REPEATS):
+                spans.begin()
+                model.step(ids, micro_batch)
+    finally:
+        model.close()
+    times: dict[str, UnitTime] = {}
+    for kind in kinds:
+        forward_s = _typical(spans.seconds, [HEAD if u is units.head else f"fwd.{u.name}" for u in kind[:ALIKE]])
+        backward_s = 0.0 if units.head in kind else _typical(spans.seconds, [f"bwd.{u.name}" for u in kind[:ALIKE]])
+        times |= {unit.name: UnitTime(forward_s=forward_s, backward_s=backward_s) for unit in kind}
+    return times
+
+
+def _kinds(units: Units) -> list[list[Unit]]:
+    """Units that run the same code on the same shapes."""
+    kinds: dict[Any, list[Unit]] = {}
+    for unit in units:
+        shapes = tuple(binding.slice.shape for binding in unit.bindings)
+        kinds.setdefault((type(unit.module), shapes, unit is units.head), []).append(unit)
+    return list(kinds.values())
+
+
+def _typical(seconds: Mapping[str, Sequence[float]], ops: Sequence[str]) -> float:
+    """The median over units of a kind and repeats, the first repeat left out."""
+    return median(value for op in ops for value in seconds[op][1:])
+
+
+class _Spans:
+    """Lends every op the same two blocks, and notes how long it keeps them."""
+
+    def __init__(self, units: Units) -> None:
+        largest = max(unit.nbytes for unit in units)
+        self._weights = torch.empty(largest // 4).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        self._grads = torch.empty(largest, dtype=torch.uint8)
+        self._sizes = {unit.name: unit.nbytes for unit in units}
+        self._units = units
+        self.seconds: dict[str, list[float]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self._norm = GradientNorm(self._units)
+
+    def norms(self, unit: str, gradients: Mapping[Slice, torch.Tensor]) -> None:
+        self._norm.add(gradients)
+
+    @contextmanager
+    def lend(self, op: str) -> Iterator[dict[str, torch.Tensor]]:
+        weights = self._weights.view(torch.uint8)
+        views = {block_name(name, "weight"): weights[:nbytes] for name, nbytes in self._sizes.items()}
+        views |= {block_name(name, "grad"): self._grads[:nbytes] for name, nbytes in self._sizes.items()}
+        begin_s = time.perf_counter()
+        yield views
+        self.seconds.setdefault(op, []).append(time.perf_counter() - begin_s)
