@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 import yaml
 
+from tiering.hardware import assumed_hardware
+
 TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog\n" for n in range(40))
 
 RunFile = Callable[..., Path]
+
+
+@pytest.fixture
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans do not depend on how busy this machine is: nothing is measured, every rate is assumed."""
+    import megatrain.prepare  # here, for tests that need no torch: it takes seconds to import
+
+    monkeypatch.setattr(megatrain.prepare, "measure", lambda *args, **kwargs: assumed_hardware())
+    monkeypatch.setattr(megatrain.prepare, "time_units", lambda *args: {})
 
 
 @pytest.fixture

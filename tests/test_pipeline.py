@@ -20,7 +20,6 @@ import zarr
 from conftest import RunFile
 from models import MODELS
 
-import megatrain.prepare
 from megatrain.config import RunConfig, load_run
 from megatrain.engine import StepEngine
 from megatrain.model import first_weights
@@ -30,7 +29,6 @@ from megatrain.programs import block_name
 from megatrain.trainer import tensor_specs
 from tiering.engine import Extent, IOEngine
 from tiering.errors import IOFailedError, ScheduleError
-from tiering.hardware import assumed_hardware
 from tiering.lanes import InlineLanes, Lanes
 from tiering.manager import Manager, scratch_blocks, stored_blocks
 from tiering.posix import PosixEngine
@@ -133,9 +131,7 @@ class OwnMemory(InlineLanes):
 
 
 @pytest.fixture
-def small(run_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Prepared]]:
-    monkeypatch.setattr(megatrain.prepare, "measure", lambda *args, **kwargs: assumed_hardware())
-
+def small(run_file: RunFile, known_machine: None) -> Iterator[Callable[..., Prepared]]:
     def make(clip: float | None = None, **changes: Any) -> Prepared:
         model = {**MODELS["llama"], "num_hidden_layers": 2}
         tight = {"tiers.resident": 0, "tiers.host_memory": "300KiB", "train.max_grad_norm": clip}

@@ -30,14 +30,15 @@ from megatrain.model import first_weights, model_config
 from megatrain.optim import NonFiniteError
 from megatrain.trainer import train
 from tiering.errors import BudgetError, DiskFullError, TieringError, WrongStateError
-from tiering.hardware import assumed_hardware
 
 TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "model.config": MODELS["llama"]}
 
 
+pytestmark = pytest.mark.usefixtures("known_machine")
+
+
 @pytest.fixture(autouse=True)
-def _known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.prepare, "measure", lambda *args, **kwargs: assumed_hardware())
+def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)  # no sample at the end: it has a test of its own
 
 

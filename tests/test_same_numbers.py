@@ -12,18 +12,13 @@ from conftest import RunFile
 from models import MODELS, TIED
 from rich.console import Console
 
-import megatrain.prepare
 from megatrain.config import load_run
 from megatrain.verify import verify
-from tiering.hardware import assumed_hardware
 
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def _known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of a test does not depend on how busy this machine is."""
-    monkeypatch.setattr(megatrain.prepare, "measure", lambda *args, **kwargs: assumed_hardware())
+pytestmark = pytest.mark.usefixtures("known_machine")
 
 
 def run_both(run_file: RunFile, changes: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:

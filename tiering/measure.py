@@ -44,11 +44,8 @@ def _disk(engine: IOEngine, folder: Path, nbytes: int) -> tuple[Rate, Rate]:
             arena.tensor(0, piece).fill_(1)
             view = arena.view(0, piece)
             # The first write only fills the file: in a run every byte but the first step's is written over.
-            for submit, verb in (
-                (engine.submit_write, ""),
-                (engine.submit_write, "write"),
-                (engine.submit_read, "read"),
-            ):
+            write, read = (engine.submit_write, "write"), (engine.submit_read, "read")
+            for submit, verb in (write, write, read):
                 extents = [Extent(path=path, offset=at, nbytes=piece, block=verb) for at in range(0, nbytes, piece)]
                 begin_s = time.perf_counter()
                 for future in wait([submit(extent, view) for extent in extents]).done:
