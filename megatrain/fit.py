@@ -4,6 +4,9 @@ Scope: checks on a run file and the machine that take well under a second.
 Not here: what only the model or torch can tell (`prepare.py`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import psutil
 
 from megatrain.config import RunConfig
@@ -11,6 +14,7 @@ from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from megatrain.shapes import unit_sizes
 from tiering.choose import refuse_engine
+from tiering.errors import BudgetError
 from tiering.limits import memory_limit
 from tiering.plan import refuse
 
@@ -34,7 +38,18 @@ def refuse_early(run: RunConfig) -> None:
 def refuse_budget(run: RunConfig, sizes: list[UnitSize]) -> None:
     """Raises BudgetError if units of these sizes cannot be trained within the run's budget."""
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
-    refuse(workload, host_budget(run), resident_share(run))
+    with in_settings():
+        refuse(workload, host_budget(run), resident_share(run))
+
+
+@contextmanager
+def in_settings() -> Iterator[None]:
+    """Inside, a refusal of the planner names the keys of the run file instead of the planner's own arguments."""
+    try:
+        yield
+    except BudgetError as error:
+        text = str(error).replace("host_budget >=", "tiers.host_memory >=").replace("resident <", "tiers.resident <")
+        raise BudgetError(text) from error
 
 
 def resident_share(run: RunConfig) -> float | None:

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize
+from tiering.manifest import TensorSpec
 from tiering.workload import pages
 
 ALIGN = 16
@@ -29,12 +30,8 @@ ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """One parameter's place in its unit's flat block: offset and size in elements."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
+class Slice(TensorSpec):
+    """One parameter's place in its unit's flat block, as the store records it, and the views it stands for."""
 
     @property
     def numel(self) -> int:

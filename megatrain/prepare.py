@@ -12,7 +12,7 @@ import psutil
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
-from megatrain.fit import host_budget, refuse_budget, refuse_early, resident_share
+from megatrain.fit import host_budget, in_settings, refuse_budget, refuse_early, resident_share
 from megatrain.model import Units, build, find_units, model_config
 from megatrain.profile import UnitCost, profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
@@ -61,10 +61,12 @@ def prepare(run: RunConfig) -> Prepared:
     times = _timed(run, units, costs, hardware)
     sizes = _costed(units, costs, times, micro_batches)
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
+    with in_settings():
+        plan = make_plan(workload, hardware, budget, resident_share(run))
     return Prepared(
         run=run,
         units=units,
-        plan=make_plan(workload, hardware, budget, resident_share(run)),
+        plan=plan,
         hardware=hardware,
         costs=costs,
         times=times,
@@ -78,7 +80,8 @@ def prepare(run: RunConfig) -> Prepared:
 def forward_plan(run: RunConfig, units: Units) -> Plan:
     """A plan for forwards alone, with the run's budget."""
     workload: Workload = forward_workload([unit.size() for unit in units])
-    return make_plan(workload, assumed_hardware(), host_budget(run))
+    with in_settings():
+        return make_plan(workload, assumed_hardware(), host_budget(run))
 
 
 def _measured(run: RunConfig, units: Units) -> Hardware:

@@ -154,8 +154,7 @@ def identity(prepared: Prepared, batches: Batches) -> dict[str, JSON]:
 
 def tensor_specs(units: Units) -> dict[str, tuple[TensorSpec, ...]]:
     """The attributes of every durable block: which parameters lie where in it."""
-    specs = {u.name: tuple(TensorSpec(name=s.name, shape=s.shape, offset=s.offset) for s in u.slices) for u in units}
-    return {block_name(unit, kind): tensors for unit, tensors in specs.items() for kind in KINDS}
+    return {block_name(unit.name, kind): unit.slices for unit in units for kind in KINDS}
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def refusal(workload: Workload, budget: int, resident: float | None) -> str:
 
 def named_budget(message: str) -> int:
     """Bytes of the smallest budget that a refusal names."""
-    found = re.search(r"Fix: tiers\.host_memory >= (\d+)MiB", message)
+    found = re.search(r"Fix: host_budget >= (\d+)MiB", message)
     assert found, message
     return int(found[1]) * MiB
 

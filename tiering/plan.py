@@ -248,9 +248,9 @@ def _lines(workload: Workload, lowered: _Lowered) -> Iterable[Line]:
 def _refusal(workload: Workload, least: _Lowered, budget: int, resident: float | None) -> str:
     needed = least.host_bytes
     rows = "\n".join(f"  {line.what:<34} {line.nbytes / MiB:>12.1f} MiB" for line in _lines(workload, least))
-    less = "" if not resident else f", or tiers.resident below {resident:g}"
+    less = "" if not resident else f", or resident < {resident:g}"
     return (
         f"HOST needs {needed / MiB:.1f} MiB, the budget is {budget / MiB:.1f} MiB. The least that works:\n{rows}\n"
         f"  {'sum':<34} {needed / MiB:>12.1f} MiB\n"
-        f"Fix: tiers.host_memory >= {-(-needed // MiB)}MiB{less}."
+        f"Fix: host_budget >= {-(-needed // MiB)}MiB{less}."
     )
