@@ -7,6 +7,7 @@ Not here: one step (`engine.py`), what is decided beforehand (`prepare.py`).
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -38,7 +39,7 @@ from tiering.trace import Figures
 
 INTERRUPTED = 130
 LOG_FILE = "log.jsonl"
-PROMPT_TOKENS = 24
+PROMPT_LENGTH = 24
 SAMPLE_TOKENS = 96
 SAMPLE_MOST_S = 15.0
 """A sample that would take longer than this is left to the user."""
@@ -75,10 +76,10 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
     """A sample of what the model has learned, where everything is, and what to do next."""
     run = prepared.run
     folder = run.output.dir
-    prompt = decode(run, batches.batch_at(0)[0, :PROMPT_TOKENS].tolist())
+    prompt = _prompt(run, batches)
     weights, hardware = sum(unit.nbytes for unit in prepared.units), prepared.hardware
     # Each token reads every weight and computes with it for all tokens before (2 flops a weight of 4 bytes).
-    token_s = weights / hardware.read.per_s + weights / 2 * (PROMPT_TOKENS + SAMPLE_TOKENS / 2) / hardware.compute.per_s
+    token_s = weights / hardware.read.per_s + weights / 2 * (PROMPT_LENGTH + SAMPLE_TOKENS / 2) / hardware.compute.per_s
     if SAMPLE_TOKENS * token_s < SAMPLE_MOST_S:
         options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 0.8, "seed": run.train.seed}
         text = generate(folder, prompt, **options, console=console)
@@ -87,11 +88,18 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
     console.print(
         f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)\n"
         f"Next: {_command()} train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n"
-        f'      {_command()} generate {folder} --prompt "{prompt.split()[0] if prompt.split() else "The"}"\n'
+        f"      {_command()} generate {folder} --prompt {shlex.quote(prompt)}\n"
         f"      {_command()} verify {folder / RUN_FILE} --steps 2",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _prompt(run: RunConfig, batches: Batches) -> str:
+    """The start of a line of the data. A window may begin anywhere: its first line is cut, unless there is no other."""
+    texts = [decode(run, row.tolist()) for row in batches.batch_at(0)]
+    whole = (line for text in texts for line in text.splitlines()[1:] if len(line.split()) > 1)
+    return next(whole, texts[0])[:PROMPT_LENGTH]
 
 
 def _command() -> str:
