@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ def live(run: RunConfig) -> int:
         return megatrain.trainer.train(run, resume=False, console=Console(quiet=True))
 
 
-def fork(run: RunConfig, kill_after_s: float | None) -> bool:
-    """A life in a child; True if it was killed. Raises if it failed on its own."""
+def fork(run: RunConfig, kill: Callable[[], None] | None) -> bool:
+    """A life in a child; True if it was killed, which happens when `kill` returns. Raises if it failed on its own."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -76,8 +77,8 @@ def fork(run: RunConfig, kill_after_s: float | None) -> bool:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
+    if kill is not None:
+        kill()
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
@@ -85,6 +86,13 @@ def fork(run: RunConfig, kill_after_s: float | None) -> bool:
     if os.WEXITSTATUS(status) != 0:
         raise SystemExit(f"a life ended by itself with exit code {os.WEXITSTATUS(status)}")
     return False
+
+
+def _until(reached: Callable[[], bool], most_s: float = 200.0) -> None:
+    end_s = time.perf_counter() + most_s
+    while not reached():
+        assert time.perf_counter() < end_s, f"nothing was committed in {most_s} s"
+        time.sleep(0.01)
 
 
 def committed(root: Path) -> int:
@@ -112,8 +120,12 @@ def torture(folder: Path, kills: int, seed: int, *, clip: float | None, resident
     run = load_run(run_file(folder, "killed", clip=clip, resident=resident))
     root = run.tiers.nvme[0]
     seen = [committed(root)]
-    for _ in range(kills):
-        assert fork(run, chance.uniform(0.05, 2.5))
+    begin_s = time.perf_counter()
+    assert fork(run, lambda: _until(lambda: committed(root) >= 2))
+    life_s = time.perf_counter() - begin_s  # how long a life takes on this machine to get somewhere
+    seen.append(committed(root))
+    for _ in range(kills - 1):
+        assert fork(run, lambda: time.sleep(chance.uniform(0.02, 1.5) * life_s))
         seen.append(committed(root))
         assert seen[-1] >= seen[-2], f"a commit was lost: {seen[-2]} -> {seen[-1]}"
     steps = max(seen[-1], 0) + EXTRA
