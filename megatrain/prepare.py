@@ -22,7 +22,7 @@ from tiering.measure import measure
 from tiering.plan import Line, Plan, make_plan
 from tiering.workload import Workload
 
-MEASURE_MOST_S = 10.0
+MEASURE_MOST_S = 2.0
 """Units that would take longer than this to run once are reckoned from their flops instead."""
 
 
@@ -57,7 +57,7 @@ def prepare(run: RunConfig) -> Prepared:
     micro_batches = run.train.batch // run.train.micro_batch
     lines = tuple(_compute_lines(units, costs, micro_batches))
     _refuse_compute(run, lines)
-    hardware = _measured(run, units)
+    hardware = _measured(run, units, budget)
     times = _timed(run, units, costs, hardware)
     sizes = _costed(units, costs, times, micro_batches)
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
@@ -84,10 +84,10 @@ def forward_plan(run: RunConfig, units: Units) -> Plan:
         return make_plan(workload, assumed_hardware(), host_budget(run))
 
 
-def _measured(run: RunConfig, units: Units) -> Hardware:
+def _measured(run: RunConfig, units: Units, budget: int) -> Hardware:
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
-    return measure(run.tiers.nvme[0], width=min(text.hidden_size, 4096), tokens=min(tokens, 4096))
+    return measure(run.tiers.nvme[0], width=min(text.hidden_size, 4096), tokens=min(tokens, 4096), memory=budget)
 
 
 def _timed(run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware) -> dict[str, UnitTime]:

@@ -21,20 +21,26 @@ from tiering.posix import PosixEngine
 MiB = 1 << 20
 
 
-def measure(path: Path, *, width: int, tokens: int, disk_bytes: int = 192 * MiB) -> Hardware:
+def measure(path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int = 192 * MiB) -> Hardware:
     """Rates of the drive of `path` and of this CPU.
 
-    width: hidden size, tokens: rows of a matrix product. Raises what the engine raises.
+    width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take at a time. Raises what
+    the engine raises.
     """
     folder = folder_beside(path)
     with PosixEngine() as engine:
-        write, read = _disk(engine, folder, disk_bytes)
-    return Hardware(read=read, write=write, compute=_compute(width, tokens), update=_update())
+        write, read = _disk(engine, folder, disk_bytes, memory)
+    return Hardware(
+        read=read,
+        write=write,
+        compute=_compute(*product_shape(width, tokens, memory)),
+        update=_update(update_elements(memory)),
+    )
 
 
-def _disk(engine: IOEngine, folder: Path, nbytes: int) -> tuple[Rate, Rate]:
-    """Write and read rate of one fresh file, 8 MiB requests, all in flight."""
-    piece = 8 * MiB
+def _disk(engine: IOEngine, folder: Path, nbytes: int, memory: int) -> tuple[Rate, Rate]:
+    """Write and read rate of one file, requests of 8 MiB (less if memory is), all in flight."""
+    piece = min(8 * MiB, 1 << max(16, memory.bit_length() - 1))
     path = folder / f".measure-{os.getpid()}"
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -61,6 +67,20 @@ def _disk(engine: IOEngine, folder: Path, nbytes: int) -> tuple[Rate, Rate]:
     return rates[1], rates[2]
 
 
+def product_shape(width: int, tokens: int, memory: int) -> tuple[int, int]:
+    """(width, tokens) of the product to time: as asked, halved until its three matrices fit in `memory` bytes."""
+    while 4 * (5 * tokens * width + 4 * width * width) > memory and max(width, tokens) > 16:
+        width, tokens = (width // 2, tokens) if width >= tokens else (width, tokens // 2)
+    return width, tokens
+
+
+def update_elements(memory: int) -> int:
+    """Elements of each of an update's four tensors: 32 MiB, which come from memory and not from a cache, as those of a
+    run do; less if `memory` bytes are less.
+    """
+    return max(1024, min(1 << 23, memory // 16))
+
+
 def _compute(width: int, tokens: int) -> Rate:
     """FLOP/s of [tokens, width] x [width, 4 width] in FP32, the best of a few."""
     a, b = torch.rand(tokens, width), torch.rand(width, 4 * width)
@@ -71,9 +91,8 @@ def _compute(width: int, tokens: int) -> Rate:
     )
 
 
-def _update() -> Rate:
+def _update(count: int) -> Rate:
     """Bytes/s of weight, grad and both moments through the fused AdamW kernel."""
-    count = 1 << 23  # four tensors of 32 MiB: as in a run, the bytes come from memory, not from a cache
     parameter, gradient, mean, square = (torch.rand(count) for _ in range(4))
     step = torch.ones(())
 
@@ -84,7 +103,7 @@ def _update() -> Rate:
         )  # fmt: skip
 
     best_s = min(_timed(run) for _ in range(4))
-    return Rate(per_s=16 * count / best_s, source="measured", how="fused AdamW on 32 MiB tensors")
+    return Rate(per_s=16 * count / best_s, source="measured", how=f"fused AdamW on tensors of {4 * count} bytes")
 
 
 def _timed(work: object) -> float:
