@@ -36,7 +36,7 @@ class StepEngine:
         self.run = run
         self.manager = manager
         self.updates = updates
-        self.model = StreamedModel(units, manager.op, self._gradient_ready)
+        self.model = StreamedModel(units, manager.op, self._gradient_ready, manager.catch_up)
         self._norm = GradientNorm(units)
         self._pending: Update | None = None
         self._skipped_in_a_row = 0

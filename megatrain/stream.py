@@ -32,12 +32,16 @@ GradientReady = Callable[[str, Mapping[Slice, torch.Tensor]], None]
 class StreamedModel:
     """The model with every unit's forward replaced. One step at a time, from one thread."""
 
-    def __init__(self, units: Units, lend: Lend, gradient_ready: GradientReady) -> None:
+    def __init__(
+        self, units: Units, lend: Lend, gradient_ready: GradientReady, pause: Callable[[], None] = lambda: None
+    ) -> None:
+        """pause: called between the operators of a unit, where the thread that computes may do something else."""
         self.units = units
         self.model = units.model
         self.by_name = {unit.name: unit for unit in units}
         self._lend = lend
         self._gradient_ready = gradient_ready
+        self._pause = pause
         self._begun: set[str] = set()
         self._anchor = torch.zeros(0, requires_grad=True)
         self._rows = 0
@@ -46,9 +50,13 @@ class StreamedModel:
         for unit in units:
             if unit.module is not None:
                 unit.module.forward = self._replacement(unit, unit.module.forward)
+        owners = [m for unit in units if unit.module is not None for m in unit.module.modules() if m._parameters]
+        self._hooks = [module.register_forward_pre_hook(lambda *call: pause()) for module in owners]
 
     def close(self) -> None:
         """Give the units their own forwards back."""
+        for hook in self._hooks:
+            hook.remove()
         for unit in self.units:
             if unit.module is not None and "forward" in vars(unit.module):
                 del unit.module.forward
@@ -99,7 +107,7 @@ class StreamedModel:
         losses = []
         unit = self.units.head
         with self._lend(HEAD) as views:
-            sink = _GradientSink(unit, views, self._begun)
+            sink = _GradientSink(unit, views, self._begun, self._pause)
             with bound(unit, sink.leaves):
                 for rows in self._micro_batches():
                     part = hidden[rows].detach().requires_grad_()
@@ -153,7 +161,10 @@ class _GradientSink:
     The first contribution of a step defines the bytes, later ones are added in order: the arithmetic of `.grad`.
     """
 
-    def __init__(self, unit: Unit, views: Mapping[str, torch.Tensor], begun: set[str]) -> None:
+    def __init__(
+        self, unit: Unit, views: Mapping[str, torch.Tensor], begun: set[str], pause: Callable[[], None]
+    ) -> None:
+        self._pause = pause
         self.leaves: dict[Slice, torch.Tensor] = {}
         self._targets: dict[Slice, torch.Tensor] = {}
         self._defined: set[Slice] = set()
@@ -178,6 +189,7 @@ class _GradientSink:
         else:
             self._targets[place].copy_(gradient)
             self._defined.add(place)
+        self._pause()
 
     def close(self) -> None:
         """Let go of the lent bytes: a leaf and its hook would hold each other, and the arena, until the next gc."""
@@ -255,7 +267,7 @@ class _Streamed(torch.autograd.Function):
         wanted: list[bool] = list(ctx.needs_input_grad[2:])
         collected: list[list[torch.Tensor]] = [[] for _ in tensors]
         with owner._lend(f"bwd.{unit.name}") as views, _rng(call.rng):
-            sink = _GradientSink(unit, views, owner._begun)
+            sink = _GradientSink(unit, views, owner._begun, owner._pause)
             with bound(unit, sink.leaves):
                 for rows in call.micro_batches:
                     parts = [(tensor[rows] if call.split(tensor) else tensor).detach() for tensor in tensors]

@@ -13,7 +13,7 @@ import torch
 
 
 class Lanes(Protocol):
-    """Copies and computing of one device. Called by the thread that computes; `run` by the update thread."""
+    """Copies and computing of one device. Called by the thread that computes."""
 
     device: torch.device
 

@@ -65,7 +65,16 @@ class Manager:
         self.trace = Trace()
         self.arena = Arena(plan.host_bytes)
         lanes = lanes or InlineLanes()
-        self.pipeline = Pipeline(self.arena, store, engine, lanes, update, serial=serial, trace=self.trace)
+        self.pipeline = Pipeline(
+            self.arena,
+            store,
+            engine,
+            lanes,
+            update,
+            serial=serial,
+            trace=self.trace,
+            queue_depth=plan.queue_depth,
+        )
         self.engine_line = ""
         self._saved_updates = 0
 
@@ -142,6 +151,10 @@ class Manager:
     def op(self, name: str) -> AbstractContextManager[Views]:
         """Enter a compute op of the open pass: waits for its blocks, lends them, takes them back."""
         return self.pipeline.op(name)
+
+    def catch_up(self) -> None:
+        """Run the updates that are ready; see `Pipeline.catch_up`."""
+        self.pipeline.catch_up()
 
     def commit(self, step: int, run: Mapping[str, JSON]) -> None:
         """Make the state after all passes so far durable: waits for them, saves changed homes, commits the store."""

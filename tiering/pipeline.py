@@ -30,7 +30,6 @@ from tiering.store import BlockStore
 from tiering.trace import WAIT, Trace
 
 REQUEST_BYTES = 8 << 20
-IN_FLIGHT = 8
 
 Views = Mapping[str, torch.Tensor]
 """Block name to its bytes in HOST (flat uint8): the whole block, or the tile that the action names."""
@@ -83,6 +82,7 @@ class Pipeline:
         *,
         serial: bool,
         trace: Trace,
+        queue_depth: int = 8,
     ) -> None:
         self.arena = arena
         self.store = store
@@ -100,11 +100,11 @@ class Pipeline:
         self._io: list[tuple[int, int]] = []
         self._requests: deque[tuple[_Pass, int, Extent, memoryview]] = deque()
         self._in_flight = 0
+        self._queue_depth = queue_depth
+        self._updating_s = 0.0  # spent in updates so far
         self._io_left: dict[tuple[int, int], list[float]] = {}
         self._updates: list[tuple[int, int]] = []
         self._closing = False
-        self._thread = threading.Thread(target=self._update_lane, name="update", daemon=True)
-        self._thread.start()
 
     def begin(self, schedule: Schedule, *, last: bool = False, context: Any = None) -> None:
         """Open a pass; its updates are given `context`, whenever they run.
@@ -147,22 +147,29 @@ class Pipeline:
         pass_, index = self._expect(name)
         action = pass_.schedule.actions[index]
         with self._changed:
-            begin_s = time.perf_counter()
+            begin_s, updating_s = time.perf_counter(), self._updating_s
             blocker = self._blocker(pass_, index)
             self._wait(lambda: pass_.missing[index] == 0)  # everything that this op's bytes wait for
             if blocker:
-                self.trace.add(WAIT, blocker, begin_s)
-        begin_s = time.perf_counter()
+                self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s)
+        begin_s, updating_s = time.perf_counter(), self._updating_s
         try:
             with self._lent(action) as views:
                 yield views
         except BaseException as error:
             self.fail(error)
             raise
-        self.trace.add("compute", name, begin_s)
+        self.trace.add("compute", name, begin_s, paused_s=self._updating_s - updating_s)
         with self._changed:
             self._done(pass_, index)
             self._issue()
+
+    def catch_up(self) -> None:
+        """Run the updates that are ready. Called from inside an op, wherever its computing can pause for a moment."""
+        if self._updates:
+            with self._changed:
+                while self._update_next():
+                    pass
 
     def drain(self) -> None:
         """Wait until every action of every open pass has completed."""
@@ -187,14 +194,12 @@ class Pipeline:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop issuing, wait for what is in flight, and end the update thread."""
+        """Stop issuing and wait for what is in flight."""
         with self._changed:
             self._closing = True
             self._requests.clear()
             self._io.clear()
-            self._changed.notify_all()
-        self._thread.join()
-        with self._changed:
+            self._updates.clear()
             self._changed.wait_for(lambda: self._in_flight == 0)  # requests that the engine still owns
 
     def _expect(self, name: str) -> tuple[_Pass, int]:
@@ -223,8 +228,10 @@ class Pipeline:
         self.lanes.wait()  # the copies back of this op
 
     def _wait(self, reached: Callable[[], bool]) -> None:
-        """Wait (the lock is held) until `reached` or a failure, which is raised."""
-        self._changed.wait_for(lambda: self._failure is not None or reached())
+        """Wait (the lock is held) until `reached` or a failure, which is raised; updates that are ready run meanwhile."""
+        while self._failure is None and not reached():
+            if not self._update_next():
+                self._changed.wait_for(lambda: self._failure is not None or self._updates or reached())
         if self._failure is not None:
             raise self._failure
 
@@ -278,7 +285,7 @@ class Pipeline:
 
     def _issue(self) -> None:
         """Submit requests in list order, as many as may be in flight. The lock is held."""
-        while self._failure is None and not self._closing and self._in_flight < IN_FLIGHT:
+        while self._failure is None and not self._closing and self._in_flight < self._queue_depth:
             if not self._requests:
                 if not self._io:
                     return
@@ -327,27 +334,28 @@ class Pipeline:
             self._done(pass_, index)
             self._issue()
 
-    def _update_lane(self) -> None:
-        """The thread that runs tiled ops, in list order."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or (self._updates and self._failure is None))
-                if self._closing:
-                    return
-                number, index = heappop(self._updates)
-                pass_ = self._passes[number]
-            action = pass_.schedule.actions[index]
+    def _update_next(self) -> bool:
+        """Run the first update that is ready, with the lock given up meanwhile; False if there is none."""
+        if not self._updates or self._failure is not None:
+            return False
+        number, index = heappop(self._updates)
+        pass_ = self._passes[number]
+        action = pass_.schedule.actions[index]
+        self._changed.release()
+        try:
             begin_s = time.perf_counter()
-            try:
-                self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
-            except BaseException as error:  # whatever it is, the main thread has to raise it
-                self.fail(error)
-                continue
+            self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
             self.trace.add("update", action.name, begin_s, action.nbytes)
-            with self._changed:
-                self.updates += 1
-                self._done(pass_, index)
-                self._issue()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self._changed.acquire()
+            self._updating_s += time.perf_counter() - begin_s
+        self.updates += 1
+        self._done(pass_, index)
+        self._issue()
+        return True
 
 
 def _lead_in(schedule: Schedule) -> Schedule:

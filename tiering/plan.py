@@ -39,7 +39,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`schedules` by program name; `load` and `save` move the homes in HOST. `host_bytes` is the arena's size."""
+    """`schedules` by program name; `load` and `save` move the homes in HOST. `host_bytes` is the arena's size,
+    `queue_depth` how many transfers are in flight at a time."""
 
     workload: Workload
     placement: Placement
@@ -50,6 +51,7 @@ class Plan:
     host_bytes: int
     lines: tuple[Line, ...]
     timeline: Timeline
+    queue_depth: int
 
     def bytes_at(self, kind: str) -> tuple[int, int]:
         """(HOST, NVME) bytes that are home to blocks of a kind."""
@@ -215,6 +217,7 @@ def _plan(workload: Workload, hardware: Hardware, lowered: _Lowered) -> Plan:
         host_bytes=lowered.host_bytes,
         lines=tuple(_lines(workload, lowered)),
         timeline=simulate(lowered.schedules[_main(workload).name], workload, hardware),
+        queue_depth=hardware.queue_depth,
     )
 
 

@@ -14,23 +14,29 @@ from tiering.schedule import Verb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One action, or one wait of compute for an action, in seconds of `time.perf_counter`."""
+    """One action, or one wait of compute for an action, in seconds of `time.perf_counter`. paused_s: seconds of it in
+    which its thread ran updates.
+    """
 
     what: str
     name: str
     begin_s: float
     end_s: float
     nbytes: int = 0
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One pass as measured: bytes moved, seconds a lane was busy (overlaps counted once), seconds compute waited."""
+    """One pass as measured: bytes moved, seconds a lane was busy (overlaps counted once), seconds compute waited with
+    nothing to do.
+    """
 
     wall_s: float
     read_bytes: int
     written_bytes: int
     io_s: float
+    compute_s: float
     update_s: float
     stall_s: float
     stalls: Mapping[str, float]
@@ -47,9 +53,10 @@ class Trace:
         self._spans: list[Span] = []
         self._since_s = time.perf_counter()
 
-    def add(self, what: str, name: str, begin_s: float, nbytes: int = 0) -> None:
+    def add(self, what: str, name: str, begin_s: float, nbytes: int = 0, *, paused_s: float = 0.0) -> None:
         """A span that ends now."""
-        span = Span(what=what, name=name, begin_s=begin_s, end_s=time.perf_counter(), nbytes=nbytes)
+        now = time.perf_counter()
+        span = Span(what=what, name=name, begin_s=begin_s, end_s=now, nbytes=nbytes, paused_s=paused_s)
         with self._lock:
             self._spans.append(span)
 
@@ -66,13 +73,14 @@ def figures(spans: Sequence[Span], wall_s: float) -> Figures:
     stalls: dict[str, float] = {}
     for span in spans:
         if span.what == WAIT:
-            stalls[span.name] = stalls.get(span.name, 0.0) + span.end_s - span.begin_s
+            stalls[span.name] = stalls.get(span.name, 0.0) + span.end_s - span.begin_s - span.paused_s
     io = [span for span in spans if span.what in (Verb.READ, Verb.WRITE)]
     return Figures(
         wall_s=wall_s,
         read_bytes=sum(span.nbytes for span in io if span.what == Verb.READ),
         written_bytes=sum(span.nbytes for span in io if span.what == Verb.WRITE),
         io_s=_busy(io),
+        compute_s=sum(span.end_s - span.begin_s - span.paused_s for span in spans if span.what == "compute"),
         update_s=_busy([span for span in spans if span.what == "update"]),
         stall_s=sum(stalls.values()),
         stalls=stalls,
