@@ -14,9 +14,10 @@ from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.fit import host_budget, in_settings, refuse_budget, refuse_early, resident_share
 from megatrain.model import Units, build, find_units, model_config
-from megatrain.profile import UnitCost, profile
+from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
 from megatrain.timing import UnitTime, time_units
+from megatrain.unit_cost import UnitCost
 from tiering.hardware import Hardware, assumed_hardware
 from tiering.measure import measure
 from tiering.plan import Line, Plan, make_plan
@@ -106,6 +107,7 @@ def _costed(
     return [
         replace(
             unit.size(),
+            activation_bytes=micro_batches * costs[unit.name].input_bytes,
             forward_flops=micro_batches * costs[unit.name].forward_flops,
             backward_flops=micro_batches * costs[unit.name].backward_flops,
             forward_s=micro_batches * times.get(unit.name, unknown).forward_s,
@@ -118,14 +120,13 @@ def _costed(
 def _compute_lines(units: Units, costs: Mapping[str, UnitCost], micro_batches: int) -> list[Line]:
     """Memory that torch takes beside the arena, at its peak.
 
-    boundary: the input of every unit, for the whole step. in flight: a unit's output twice while micro-batches are
-    joined, and the gradient of one boundary twice. workspace: the widest backward of one micro-batch.
+    in flight: a unit's output twice while micro-batches are joined, its input, and the gradient of one boundary twice.
+    workspace: the widest backward of one micro-batch.
     """
     inner = [costs[unit.name] for unit in units if unit is not units.head]
     widest = max(cost.output_bytes for cost in inner)
     return [
-        Line(what="boundary activations", nbytes=micro_batches * sum(cost.output_bytes for cost in inner)),
-        Line(what="outputs and gradients in flight", nbytes=4 * micro_batches * widest),
+        Line(what="outputs and gradients in flight", nbytes=5 * micro_batches * widest),
         Line(what="workspace of one micro-batch", nbytes=max(cost.workspace_bytes for cost in costs.values())),
     ]
 

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,22 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.model import Slice, Unit, Units, bound, passing_on, weightless
+from megatrain.unit_cost import UnitCost
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitCost:
-    """One micro-batch through one unit. workspace: the most bytes alive in its backward, beyond inputs and weights.
-
-    output: bytes of what it hands to the next unit. assumed: reckoned from the unit's size, not seen.
-    """
-
-    forward_flops: float
-    backward_flops: float
-    workspace_bytes: int
-    output_bytes: int
-    assumed: bool = False
 
 
 def profile(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitCost]:
@@ -56,9 +43,15 @@ def profile(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitCost]
         key = (type(unit.module), tuple(s.shape for s in unit.slices), tuple(tuple(t.shape) for t in tensors))
         if key not in known:
             known[key] = _unit_cost(units, unit, unit.module, args, kwargs)
-        costs[unit.name] = known[key]
+        costs[unit.name] = replace(known[key], input_bytes=_input_bytes(tensors))
         hidden = tensors[0] if tensors and tensors[0].is_floating_point() else hidden
     return costs
+
+
+def _input_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """The activation among what a unit is called with; position embeddings and masks are made anew in backward."""
+    hidden = next(iter(tensors), None)
+    return 4 * hidden.numel() if hidden is not None and hidden.is_floating_point() else 0
 
 
 def _calls(units: Units, micro_batch: int, seq_len: int) -> dict[str, tuple[Any, Any]]:

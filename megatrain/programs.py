@@ -11,22 +11,26 @@ t + 1, and `flush` ends the last step.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tiering.workload import Block, Life, Moves, Op, Program, Touch, Workload, make_workload
+from tiering.workload import Block, Life, Moves, Op, Program, Touch, Workload, make_workload, pages
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+ACTIVATION = "activation"
+"""Kind of the input that a unit's forward leaves for its backward."""
 HEAD = "loss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
     """A unit as the planner sees it. `nbytes`: its own parameters, padded (0: it owns none). `borrows`: units whose
-    weights it uses too (tied). Flops and measured seconds (0: not measured) of one step: forward alone, and backward
-    with its recompute.
+    weights it uses too (tied). activation_bytes: its input for the whole step (0: token ids, or the head's, which is
+    used at once). Flops and measured seconds (0: not measured) of one step: forward alone, and backward with its
+    recompute.
     """
 
     name: str
     nbytes: int
     borrows: tuple[str, ...] = ()
+    activation_bytes: int = 0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
     forward_s: float = 0.0
@@ -44,11 +48,22 @@ def training_workload(units: Sequence[UnitSize], *, deferred: bool) -> Workload:
     """
     step = _Step(units)
     blocks = [*_blocks(units, KINDS, "durable"), *_blocks(units, ("grad",), "carried" if deferred else "local")]
+    blocks += [
+        Block(
+            name=block_name(unit.name, ACTIVATION),
+            unit=unit.name,
+            kind=ACTIVATION,
+            nbytes=pages(unit.activation_bytes),
+            life="passing",
+        )
+        for unit in units[:-1]
+        if unit.activation_bytes
+    ]
     if not deferred:
-        ops = (*step.forward(), *step.backward(update=True))
+        ops = (*step.forward(leaves=True), *step.backward(update=True))
         return make_workload(blocks, [Program(name="step", ops=ops, cyclic=True)])
-    passes = (*step.forward(), *step.backward(update=False))
-    pending = (*step.forward(update=True), *step.backward(update=False))
+    passes = (*step.forward(leaves=True), *step.backward(update=False))
+    pending = (*step.forward(leaves=True, update=True), *step.backward(update=False))
     flush = tuple(step.update(u, moves="no") for u in units if u.nbytes)
     return make_workload(
         blocks,
@@ -91,8 +106,10 @@ class _Step:
     def reads(self, unit: UnitSize) -> tuple[Touch, ...]:
         return tuple(Touch(block=block_name(name, "weight"), reads=True, writes=False) for name in self.used(unit))
 
-    def forward(self, *, update: bool = False) -> Iterator[Op]:
-        """Forward ops of all units but the head; with pending updates, each just before its weights are first used."""
+    def forward(self, *, leaves: bool = False, update: bool = False) -> Iterator[Op]:
+        """Forward ops of all units but the head. leaves: activations, for a backward. update: what is pending, for each
+        unit just before its weights are first used.
+        """
         updated: set[str] = set()
         for unit in self.units:
             for name in self.used(unit) if update else ():
@@ -103,10 +120,16 @@ class _Step:
                 yield Op(
                     name=f"fwd.{unit.name}",
                     lane="compute",
-                    touches=self.reads(unit),
+                    touches=(*self.reads(unit), *(self.activation(unit, leaves=True) if leaves else ())),
                     flops=unit.forward_flops,
                     seconds=unit.forward_s,
                 )
+
+    def activation(self, unit: UnitSize, *, leaves: bool) -> tuple[Touch, ...]:
+        """A forward leaves its input, a backward finds it."""
+        if not unit.activation_bytes:
+            return ()
+        return (Touch(block=block_name(unit.name, ACTIVATION), reads=not leaves, writes=leaves),)
 
     def head(self, *, train: bool) -> Op:
         """The head: its forward, the loss and, in training, its backward while the logits are there."""
@@ -130,7 +153,7 @@ class _Step:
             if unit is self.units[-1]:
                 yield self.head(train=True)
             else:
-                touches = (*self.reads(unit), *self.grads(unit, begun))
+                touches = (*self.reads(unit), *self.activation(unit, leaves=False), *self.grads(unit, begun))
                 yield Op(
                     name=f"bwd.{unit.name}",
                     lane="compute",

@@ -3,9 +3,10 @@
 Scope: the custom autograd function behind every unit, vertical order over micro-batches, the head with its loss.
 Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), the update (`optim.py`).
 
-A unit's forward runs without grad and keeps only its inputs; its backward recomputes it with grad. The step's whole
-batch enters the model once; a unit splits it into micro-batches along the batch axis and runs them in order while it
-holds its weights. Shapes: B rows a step, m rows a micro-batch, S tokens a row, H hidden size.
+A unit's forward runs without grad and keeps only its inputs, the activation in a lent block; its backward recomputes
+it with grad. The step's whole batch enters the model once; a unit splits it into micro-batches along the batch axis
+and runs them in order while it holds its weights. Shapes: B rows a step, m rows a micro-batch, S tokens a row, H hidden
+size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from megatrain.model import Slice, Unit, Units, bound
-from megatrain.programs import HEAD, block_name
+from megatrain.programs import ACTIVATION, HEAD, block_name
 
 Lend = Callable[[str], AbstractContextManager[Mapping[str, torch.Tensor]]]
 """Enter op `name`: wait for its blocks and lend them (block name to flat uint8 bytes) until the exit."""
@@ -226,6 +227,14 @@ class _Call:
         """True for tensors with a batch axis: only they are cut into micro-batches."""
         return len(self.micro_batches) > 1 and tensor.dim() > 1 and tensor.shape[0] == self.rows
 
+    def activation(self, views: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
+        """The lent place for the unit's first input, which backward needs; None where the schedule has none for it."""
+        block = views.get(block_name(self.unit.name, ACTIVATION))
+        if block is None:
+            return None
+        assert 4 * shape.numel() <= len(block), f"{self.unit.name} was called with {shape}, {len(block)} bytes planned"
+        return block[: 4 * shape.numel()].view(torch.float32).view(shape)
+
     def run(self, tensors: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
         """The unit's own forward on one micro-batch. An output without a batch axis is repeated for each row."""
         leaves = list(self.plain)
@@ -247,11 +256,15 @@ class _Streamed(torch.autograd.Function):
         # The anchor needs grad: without it the backward of a unit that only sees token ids would never be called.
         del anchor
         ctx.call = call
-        ctx.save_for_backward(*tensors)
         call.rng = torch.get_rng_state() if _draws(call.unit) else None
         owner, unit = call.owner, call.unit
         results: list[list[torch.Tensor]] = []
         with owner._lend(f"fwd.{unit.name}") as views, bound(unit, owner._values(unit, views)):
+            lent = call.activation(views, tensors[0].shape)
+            if lent is not None:
+                lent.copy_(tensors[0])
+            ctx.save_for_backward(*(tensors if lent is None else tensors[1:]))
+            ctx.input_shape = tensors[0].shape
             for rows in call.micro_batches:
                 parts = [tensor[rows] if call.split(tensor) else tensor for tensor in tensors]
                 results.append(call.run(parts, rows))
@@ -263,10 +276,13 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         owner, unit = call.owner, call.unit
-        tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
         wanted: list[bool] = list(ctx.needs_input_grad[2:])
-        collected: list[list[torch.Tensor]] = [[] for _ in tensors]
+        collected: list[list[torch.Tensor]] = [[] for _ in wanted]
         with owner._lend(f"bwd.{unit.name}") as views, _rng(call.rng):
+            tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
+            lent = call.activation(views, ctx.input_shape)
+            if lent is not None:
+                tensors = (lent, *tensors)
             sink = _GradientSink(unit, views, owner._begun, owner._pause)
             with bound(unit, sink.leaves):
                 for rows in call.micro_batches:

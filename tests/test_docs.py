@@ -30,10 +30,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXECUTED = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "tiering" / "README.md"]
 DOCUMENTS = [ROOT / "README.md", *EXECUTED]
-LISTED = ("megatrain", "tiering", "tools", "tests")
+LISTED = ("megatrain", "tiering", "tools", "tests", "benchmarks")
 """Folders whose every file has a line in the README."""
 
-PATH = re.compile(r"`((?:megatrain|tiering|tools|tests|docs)/[\w./-]+\.\w+)(?:::(\w+))?`")
+PATH = re.compile(r"`((?:megatrain|tiering|tools|tests|docs|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`")
 
 
 def name(path: Path) -> str:

@@ -16,7 +16,20 @@ import pytest
 import tiering
 
 ROOT = Path(tiering.__file__).parent
-PURE = ("workload", "hardware", "costs", "plan", "homes", "lower", "pack", "schedule", "check", "simulate", "errors")
+PURE = (
+    "workload",
+    "hardware",
+    "costs",
+    "plan",
+    "homes",
+    "device",
+    "lower",
+    "pack",
+    "schedule",
+    "check",
+    "simulate",
+    "errors",
+)
 MODULES = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "__init__")
 FOREIGN = {"megatrain", "transformers", "typer", "rich", "yaml"}
 HEAVY = {"torch", "numpy", "zarr", "tensorstore", "kvikio", "psutil", "pydantic"}

@@ -15,9 +15,9 @@ from toy import Machine, first_state, free_workloads, interpret, legal_turns, to
 
 from megatrain.programs import forward_workload, training_workload
 from tiering.check import check
-from tiering.homes import Placement, place
+from tiering.device import on_device
+from tiering.homes import Placement, choose_homes, place
 from tiering.lower import Knobs, lower
-from tiering.plan import choose_homes
 from tiering.schedule import Schedule, Verb
 from tiering.workload import PAGE, Workload
 
@@ -35,14 +35,25 @@ class Case:
     knobs: Knobs
     homes: tuple[float, ...]
     resident: float | None
+    activation_pages: int
+    device: bool
+    keep: float
 
     def workload(self) -> Workload:
+        plain = self.plain()
+        if not self.device:
+            return plain
+        used = sorted({t.block for p in plain.programs.values() for op in p.ops if op.computes for t in op.touches})
+        return on_device(plain, frozenset(used[: round(self.keep * len(used))]))
+
+    def plain(self) -> Workload:
         units = toy_units(
             self.layers,
             self.layer_pages * PAGE,
             self.embedding_pages * PAGE,
             tied=self.tied,
             norm=PAGE if self.norm else 0,
+            activation=self.activation_pages * PAGE,
         )
         return (
             forward_workload(units)
@@ -54,10 +65,10 @@ class Case:
         """Homes as the planner chooses them for `resident`, or any legal ones at all where that is None."""
         if self.resident is not None:
             durable = sum(block.nbytes for block in workload.of_life("durable"))
-            carried = sum(block.nbytes for block in workload.of_life("carried"))
+            carried = sum(block.nbytes for block in workload.of_life("carried", "passing"))
             gain = {name: float(len(block.kind)) for name, block in workload.blocks.items()}
             share = round(self.resident * durable)
-            return place(choose_homes(workload, gain, self.knobs, share, round(self.resident * carried)))
+            return place(choose_homes(workload, gain, self.knobs.tile_bytes, share, round(self.resident * carried)))
         return any_homes(workload, self.knobs, self.homes)
 
 
@@ -65,7 +76,7 @@ def any_homes(workload: Workload, knobs: Knobs, shares: Sequence[float]) -> Plac
     """Homes in HOST for the given shares of the blocks, as far as a split is legal."""
     tiles = workload.tile_only()
     homes = {}
-    for number, block in enumerate(workload.of_life("durable", "carried")):
+    for number, block in enumerate(workload.of_life("durable", "carried", "passing")):
         share = shares[number % len(shares)]
         nbytes = round(share * block.nbytes) // knobs.tile_bytes * knobs.tile_bytes
         if share == 1.0 or (nbytes and block.name in tiles):
@@ -80,6 +91,7 @@ def knobs(max_tile: int = 5) -> st.SearchStrategy[Knobs]:
         lag=st.integers(0, 2),
         tile_bytes=st.integers(1, max_tile).map(lambda pages: pages * PAGE),
         ring=st.integers(1, 8),
+        copies_ahead=st.integers(0, 3),
     )
 
 
@@ -96,6 +108,9 @@ def cases() -> st.SearchStrategy[Case]:
         knobs=knobs(),
         homes=st.lists(share, min_size=1, max_size=7).map(tuple),
         resident=st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])),
+        activation_pages=st.integers(0, 3),
+        device=st.booleans(),
+        keep=st.sampled_from([0.0, 0.3, 1.0]),
     )
 
 
@@ -147,6 +162,21 @@ def test_programs_that_are_no_training_step_are_lowered_right_too(
     assert not fault, f"{workload}\n{knobs}\n{fault}\n{schedule.text()}"
 
 
+@given(cases(), st.sampled_from([0.0, 0.4, 1.0]))
+@settings(FEW, max_examples=30)
+def test_computing_on_a_device_comes_to_the_same_bytes(case: Case, keep: float) -> None:
+    """P1: with copies to and from the device, whatever stays there in between, every op sees the same bytes."""
+    plain = case.plain()
+    used = sorted({t.block for p in plain.programs.values() for op in p.ops if op.computes for t in op.touches})
+    moved = on_device(plain, frozenset(used[: round(keep * len(used))]))
+    for name in plain.programs:
+        expected, expected_seen = interpret(plain, first_state(plain), plain.programs[name], 2)
+        found, seen = interpret(moved, first_state(moved), moved.programs[name], 2)
+        assert seen == expected_seen and found == expected, (
+            f"{case}\n{name}: {[op.name for op in moved.programs[name].ops]}"
+        )
+
+
 @given(cases(), st.integers(1, 3), st.integers(0, 2**32))
 @settings(FEW, max_examples=20)
 def test_programs_of_a_workload_continue_each_other_from_the_homes(case: Case, passes: int, seed: int) -> None:
@@ -159,7 +189,8 @@ def test_programs_of_a_workload_continue_each_other_from_the_homes(case: Case, p
     workload, placement, _ = made[names[0]]
     expected = first_state(workload)
     room = max(schedule.host_bytes for _, _, schedule in made.values())
-    machine = Machine.holding(workload, placement, expected, room)
+    device_room = max(schedule.device_bytes for _, _, schedule in made.values())
+    machine = Machine.holding(workload, placement, expected, room, device_room)
     rng = random.Random(seed)
     for name in names:
         schedule = made[name][2]
@@ -178,11 +209,13 @@ def test_the_arena_of_a_schedule_holds_all_its_operands_and_no_more(case: Case) 
     for _, placement, schedule in schedules(case):
         touched = [x for action in (*schedule.lead_in, *schedule.actions) for x in action.operands]
         assert min(x.address for x in touched) >= 0, schedule.text()
-        top = max(x.address + x.nbytes for x in touched)
+        top = max((x.address + x.nbytes for x in touched if x.tier == "HOST"), default=0)
         # Slots of the ring are as wide as a tile, whatever fills them; homes count even if this program needs none.
         slack = schedule.ring_bytes if case.knobs.tile_bytes > PAGE else 0
         least = max(placement.fixed_bytes, schedule.host_bytes - slack)
         assert least <= max(top, placement.fixed_bytes) <= schedule.host_bytes, f"{case}\n{top}\n{schedule.text()}"
+        device_top = max((x.address + x.nbytes for x in touched if x.tier == "DEVICE"), default=0)
+        assert device_top == schedule.device_bytes, f"{case}\n{device_top}\n{schedule.text()}"
 
 
 @given(cases())

@@ -64,13 +64,12 @@ def test_equal_sizes_on_a_line_lose_nothing(given_arcs: list[Arc]) -> None:
 
 
 def test_a_lifetime_over_the_border_meets_both_ends() -> None:
-    """I1: alive from line 20 over the end to line 3."""
+    """I1: alive from line 20 over the end to line 3: what meets it lies apart, what does not may share."""
     wrapped = Arc(nbytes=1, start=20, end=3)
-    inside = {line for line in range(LINES) if line in wrapped}
-    assert inside == lines_of(wrapped) == {20, 21, 22, 23, 0, 1, 2, 3}
-    assert wrapped.meets(Arc(nbytes=1, start=3, end=9))
-    assert wrapped.meets(Arc(nbytes=1, start=10, end=20))
-    assert not wrapped.meets(Arc(nbytes=1, start=4, end=19))
+    assert lines_of(wrapped) == {20, 21, 22, 23, 0, 1, 2, 3}
+    for start, end, address in ((3, 9, 1), (10, 20, 1), (4, 19, 0)):
+        addresses, _ = pack([wrapped, Arc(nbytes=1, start=start, end=end)])
+        assert sorted(addresses) == [0, address], f"alive from {start} to {end}: {addresses}"
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])

@@ -14,9 +14,9 @@ from toy import toy_units
 from megatrain.programs import training_workload
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware, Rate, assumed_hardware
-from tiering.homes import place
+from tiering.homes import choose_homes, place
 from tiering.lower import Knobs, lower
-from tiering.plan import MiB, choose_homes, make_plan
+from tiering.plan import MiB, make_plan
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, op_seconds, seconds, simulate
 from tiering.workload import PAGE, Block, Lane, Op, Program, Touch, Workload, make_workload
@@ -138,7 +138,9 @@ def predictions(workload: Workload, share: float) -> Iterator[tuple[str, Schedul
     gain = {name: float(len(block.kind)) for name, block in workload.blocks.items()}
     room = {life: sum(b.nbytes for b in workload.of_life(life)) for life in ("durable", "carried")}
     for knobs in KNOBS:
-        homes = choose_homes(workload, gain, knobs, round(share * room["durable"]), round(share * room["carried"] / 2))
+        homes = choose_homes(
+            workload, gain, knobs.tile_bytes, round(share * room["durable"]), round(share * room["carried"] / 2)
+        )
         schedule = lower(workload, workload.programs["step"], place(homes), knobs)
         for hardware in machines():
             yield f"{knobs}\n{hardware}", schedule, hardware, simulate(schedule, workload, hardware)

@@ -1,12 +1,12 @@
 """P5: what a step really did, made from spans and measurements.
 
-Scope: figures from spans, quick measurements of the machine and the unit costs that the plan reckons with.
-Not here: whole runs (`test_run.py`), the simulation (`test_simulate.py`).
+Scope: figures from spans, and the unit costs that the plan reckons with.
+Not here: measurements of the machine (`test_measure.py`), whole runs (`test_run.py`), the simulation
+(`test_simulate.py`).
 """
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from models import MODELS
@@ -16,7 +16,6 @@ from megatrain.profile import profile
 from megatrain.programs import UnitSize, training_workload
 from megatrain.timing import time_units
 from tiering.hardware import assumed_hardware
-from tiering.measure import measure, product_shape, update_elements
 from tiering.simulate import op_seconds
 from tiering.trace import WAIT, Span, Trace, figures
 
@@ -59,29 +58,6 @@ def test_a_trace_loses_no_span_of_any_thread() -> None:
     spans, found = trace.take()
     assert len(spans) == found.read_bytes == 2000
     assert trace.take()[0] == []
-
-
-def test_measured_rates_say_so_and_leave_nothing_behind(tmp_path: Path) -> None:
-    """Style rule 9; the probe file is beside the tier, not in it, and gone."""
-    tier = tmp_path / "tier"
-    tier.mkdir()
-    hardware = measure(tier, width=64, tokens=32, memory=64 << 20, disk_bytes=16 << 20)
-    for rate in (hardware.read, hardware.write, hardware.compute, hardware.update):
-        assert rate.source == "measured"
-        assert rate.how
-        assert rate.per_s > 1e6
-    assert hardware.assumed() == []
-    assert [path.name for path in tmp_path.rglob("*")] == ["tier"]
-
-
-@pytest.mark.parametrize("memory", [64 << 10, 1 << 20, 96 << 20, 64 << 30])
-def test_measuring_takes_no_more_than_the_budget(memory: int) -> None:
-    """P2: the budget holds before training too; with plenty, the shapes are those that were asked for."""
-    width, tokens = product_shape(4096, 4096, memory)
-    assert 4 * (5 * tokens * width + 4 * width * width) <= memory
-    assert 16 * update_elements(memory) <= memory
-    if memory > 1 << 30:
-        assert (width, tokens, update_elements(memory)) == (4096, 4096, 1 << 23)
 
 
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "gpt2", "qwen3"])

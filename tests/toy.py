@@ -30,7 +30,14 @@ Policy = Literal["any", "io first", "io last"]
 
 
 def toy_units(
-    layers: int, layer: int, embedding: int, *, tied: bool = False, norm: int = PAGE, flops_per_byte: float = 128.0
+    layers: int,
+    layer: int,
+    embedding: int,
+    *,
+    tied: bool = False,
+    norm: int = PAGE,
+    activation: int = 0,
+    flops_per_byte: float = 128.0,
 ) -> list[UnitSize]:
     """A transformer as units: embedding, layers, final norm (where `norm` is not 0) and head; sizes in bytes."""
     head = 0 if tied else embedding
@@ -39,13 +46,14 @@ def toy_units(
         UnitSize(
             name=f"L{number}",
             nbytes=layer,
+            activation_bytes=activation,
             forward_flops=layer * flops_per_byte,
             backward_flops=layer * flops_per_byte * 3,
         )
         for number in range(layers)
     ]
     if norm:
-        units.append(UnitSize(name="norm", nbytes=norm))
+        units.append(UnitSize(name="norm", nbytes=norm, activation_bytes=activation))
     borrows = ("embed",) if tied else ()
     flops = embedding * flops_per_byte
     units.append(UnitSize(name="head", nbytes=head, borrows=borrows, forward_flops=flops, backward_flops=flops * 2))
@@ -75,7 +83,7 @@ def interpret(
     blocks = {name: bytearray(held) for name, held in state.items()}
     seen: Seen = {}
     for number in range(passes):
-        for block in workload.of_life("local"):
+        for block in workload.of_life("local", "passing"):
             blocks[block.name] = bytearray(noise(block.name, block.nbytes, salt=f"undefined in pass {number}"))
         for op in program.ops:
             operands = [
@@ -97,20 +105,27 @@ def interpret(
 
 @dataclass(slots=True)
 class Machine:
-    """HOST and NVME as bytes. What no home or stay holds is noise, and a DROP turns bytes into noise again."""
+    """HOST, DEVICE and NVME as bytes. What no home or stay holds is noise, and a DROP turns bytes into noise again."""
 
     workload: Workload
     placement: Placement
     host: bytearray
+    device: bytearray
     nvme: dict[str, bytearray]
     seen: Seen = field(default_factory=dict)
 
     @classmethod
     def holding(
-        cls, workload: Workload, placement: Placement, state: Mapping[str, bytearray], host_bytes: int
+        cls,
+        workload: Workload,
+        placement: Placement,
+        state: Mapping[str, bytearray],
+        host_bytes: int,
+        device_bytes: int = 0,
     ) -> "Machine":
         """Each block of `state` at its home, and noise everywhere else."""
         host = bytearray(noise("host", host_bytes, salt="free"))
+        device = bytearray(noise("device", device_bytes, salt="free"))
         nvme = {name: bytearray(noise(name, block.nbytes, salt="no home")) for name, block in workload.blocks.items()}
         for name, held in state.items():
             split = placement.host_bytes.get(name, 0)
@@ -118,7 +133,7 @@ class Machine:
                 at = placement.address[name]
                 host[at : at + split] = held[:split]
             nvme[name][split:] = held[split:]
-        return cls(workload, placement, host, nvme)
+        return cls(workload, placement, host, device, nvme)
 
     def homes(self) -> dict[str, bytearray]:
         """Every block that lives on, read from its home."""
@@ -150,17 +165,21 @@ class Machine:
                 self.nvme[x.block][x.lo : x.hi] = held
             elif action.verb is Verb.DROP:
                 self._put(x, noise(x.block, x.nbytes, salt="dropped"))
-        if action.verb is Verb.RUN:
+        if action.verb.is_op:
             for x, fresh in _compute(ops[action.op], action.operands, found, number, self.seen):
                 self._put(x, fresh)
 
     def _at(self, x: Operand) -> bytearray:
-        if not 0 <= x.address <= x.address + x.nbytes <= len(self.host):
-            raise IndexError(f"{x} lies outside of {len(self.host)} bytes of HOST")
-        return self.host[x.address : x.address + x.nbytes]
+        arena = self._arena(x)
+        if not 0 <= x.address <= x.address + x.nbytes <= len(arena):
+            raise IndexError(f"{x} lies outside of {len(arena)} bytes of {x.tier}")
+        return arena[x.address : x.address + x.nbytes]
+
+    def _arena(self, x: Operand) -> bytearray:
+        return self.host if x.tier == "HOST" else self.device
 
     def _put(self, x: Operand, fresh: bytes | bytearray) -> None:
-        self.host[x.address : x.address + x.nbytes] = fresh
+        self._arena(x)[x.address : x.address + x.nbytes] = fresh
 
 
 def legal_turns(schedule: Schedule, passes: int, rng: random.Random, policy: Policy) -> list[tuple[int, int]]:
@@ -205,7 +224,7 @@ def wrong(workload: Workload, placement: Placement, schedule: Schedule, *, order
         expected, expected_seen = interpret(workload, state, workload.programs[schedule.name], passes)
         for number in range(orders + 1):
             turns = legal_turns(schedule, passes, rng, policies[number % 3]) if number else None
-            machine = Machine.holding(workload, placement, state, schedule.host_bytes)
+            machine = Machine.holding(workload, placement, state, schedule.host_bytes, schedule.device_bytes)
             how = f"{passes} passes, {f'order {number} ({policies[number % 3]})' if number else 'list order'}"
             try:
                 machine.run(schedule, passes, turns)
@@ -223,7 +242,9 @@ def wrong(workload: Workload, placement: Placement, schedule: Schedule, *, order
 def _compute(
     op: Op, operands: Sequence[Operand], found: Sequence[bytes], number: int, seen: Seen
 ) -> list[tuple[Operand, bytes]]:
-    """Fresh bytes for every operand that `op` writes; what it read is noted in `seen`."""
+    """Fresh bytes for every operand that `op` writes; what it read is noted in `seen`, unless it only copies."""
+    if op.lane in ("h2d", "d2h"):
+        return [(operands[1], found[0])]
     read = [held for x, held in zip(operands, found, strict=True) if x.reads]
     fresh: list[tuple[Operand, bytes]] = []
     if op.tiled:
@@ -234,16 +255,21 @@ def _compute(
             seen.setdefault((number, op.name, (lo + at) // PAGE), []).append(inputs[-1])
         for x in operands:
             if x.writes:
-                tag = f"{op.name} {x.block}".encode()
+                tag = f"{op.name} {_original(x.block)}".encode()
                 fresh.append((x, b"".join(_page(tag, had, _int(lo + n * PAGE)) for n, had in enumerate(inputs))))
         return fresh
     whole = blake2b(b"".join(read)).digest()
     seen.setdefault((number, op.name, 0), []).append(whole)
     for x in operands:
         if x.writes:
-            tag = f"{op.name} {x.block}".encode()
+            tag = f"{op.name} {_original(x.block)}".encode()
             fresh.append((x, b"".join(_page(tag, whole, _int(at)) for at in range(x.lo, x.hi, PAGE))))
     return fresh
+
+
+def _original(block: str) -> str:
+    """The block that a copy on the device is a copy of."""
+    return block.partition("@")[0]
 
 
 def _page(*parts: bytes) -> bytes:
@@ -265,7 +291,7 @@ def free_workloads(draw: st.DrawFn, *, kept: bool) -> Workload:
     cyclic program write a block, the first of them defines it; a cyclic program has a whole op.
     """
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    lives: list[Life] = ["durable", "durable", "carried", "local"]
+    lives: list[Life] = ["durable", "durable", "carried", "passing", "local"]
     blocks = [
         Block(
             name=f"B{number}",
@@ -281,10 +307,11 @@ def free_workloads(draw: st.DrawFn, *, kept: bool) -> Workload:
         op = draw(_ops(f"op{number}", blocks, ops, kept))
         ops += [op] if op.touches else []
     if kept:
+        fleeting = blocks[0].life in ("local", "passing")
         whole = Op(
             name="whole",
             lane="compute",
-            touches=(Touch(block="B0", reads=blocks[0].life != "local", writes=blocks[0].life == "local"),),
+            touches=(Touch(block="B0", reads=not fleeting, writes=fleeting),),
         )
         ops += [] if any(not op.tiled for op in ops) else [whole]
     return make_workload(blocks, [Program(name="free", ops=tuple(ops), cyclic=draw(st.booleans()))])
@@ -299,10 +326,11 @@ def _ops(draw: st.DrawFn, name: str, blocks: Sequence[Block], before: Sequence[O
     for block in draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True)):
         earlier = [(op.tiled, touch) for op in before for touch in op.touches if touch.block == block.name]
         mode = draw(st.sampled_from(MODES))
-        if block.life == "local" and not any(touch.writes for _, touch in earlier):
+        fleeting = block.life in ("local", "passing")
+        if fleeting and not any(touch.writes for _, touch in earlier):
             mode = "w"
         if kept and tiled:
-            if (mode == "w" and block.life == "local") or any(was_tiled for was_tiled, _ in earlier):
+            if (mode == "w" and fleeting) or any(was_tiled for was_tiled, _ in earlier):
                 continue
             mode = "rw" if mode == "w" else mode
         writers = [touch for _, touch in earlier if touch.writes]

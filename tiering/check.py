@@ -63,26 +63,34 @@ class _Memory:
         self.workload = workload
         self.placement = placement
         self.clock = 1
-        self.host: _Spans[_Content] = _Spans()
+        self.arenas: dict[str, _Spans[_Content]] = {"HOST": _Spans(), "DEVICE": _Spans()}
+        self.host = self.arenas["HOST"]
         self.nvme: dict[str, _Spans[int]] = {name: _Spans() for name in workload.blocks}
         self.newest: dict[str, _Spans[int]] = {name: _Spans() for name in workload.blocks}
+        homes: _Spans[str] = _Spans()
+        for name, held in placement.host_bytes.items():
+            at = placement.address[name]
+            if next(homes.over(at, at + held), None) is not None:
+                raise ScheduleError(f"I1: home of {name} at HOST@{at} overlaps another home")
+            homes.put(at, at + held, name)
         for block in workload.of_life("durable", "carried"):
             self.newest[block.name].put(0, block.nbytes, 0)
             held = placement.host_bytes.get(block.name, 0)
             if held:
-                at = placement.address[block.name]
-                if next(self.host.over(at, at + held), None) is not None:
-                    raise ScheduleError(f"I1: home of {block.name} at HOST@{at} overlaps another home")
-                self.host.put(at, at + held, (block.name, -at, 0))
+                self.host.put(
+                    placement.address[block.name],
+                    placement.address[block.name] + held,
+                    (block.name, -placement.address[block.name], 0),
+                )
             if held < block.nbytes:
                 self.nvme[block.name].put(held, block.nbytes, 0)
 
     def step(self, action: Action) -> str | None:
         """Apply `action`; returns what is wrong with it, if anything."""
-        verb = {Verb.READ: self._read, Verb.WRITE: self._write, Verb.RUN: self._run, Verb.DROP: self._drop}[action.verb]
+        verb = _STEPS.get(action.verb, _Memory._run)
         # All operands are looked at before any is written: an op reads its inputs before it changes them.
-        faults = [verb(operand) for operand in action.operands]
-        if action.verb is Verb.RUN:
+        faults = [verb(self, operand) for operand in action.operands]
+        if action.verb.is_op:
             self.clock += 1
             for operand in action.operands:
                 if operand.writes:
@@ -110,23 +118,23 @@ class _Memory:
     def _run(self, x: Operand) -> str | None:
         if x.reads:
             return self._held(x)
-        for _, _, (block, _, _) in self.host.over(x.address, x.address + x.nbytes):
+        for _, _, (block, _, _) in self.arenas[x.tier].over(x.address, x.address + x.nbytes):
             if block != x.block:
                 return f"I1: RUN defines {x.block} over bytes that hold {block}"
         return None
 
     def _renew(self, x: Operand) -> None:
         self.newest[x.block].put(x.lo, x.hi, self.clock)
-        self.host.put(x.address, x.address + x.nbytes, (x.block, x.lo - x.address, self.clock))
+        self.arenas[x.tier].put(x.address, x.address + x.nbytes, (x.block, x.lo - x.address, self.clock))
 
     def _drop(self, x: Operand) -> str | None:
         fault = self._held(x, newest=False)
         if fault is not None:
             return fault
-        block = self.workload.blocks[x.block]
-        if block.life != "local" and self._stale(self.nvme[x.block], x) and self._held(x) is None:
+        lives_on = self.workload.blocks[x.block].life in ("durable", "carried")  # of others a later READ would tell
+        if lives_on and self._stale(self.nvme[x.block], x) and self._held(x) is None:
             return f"I4: DROP of the last copy of {x.block}[{x.lo}:{x.hi}] before it is on NVME"
-        self.host.put(x.address, x.address + x.nbytes, None)
+        self.arenas[x.tier].put(x.address, x.address + x.nbytes, None)
         return None
 
     def _stale(self, spans: _Spans[int], x: Operand) -> bool:
@@ -138,17 +146,18 @@ class _Memory:
         )
 
     def _held(self, x: Operand, *, newest: bool = True) -> str | None:
-        """None if HOST holds x where it says, in its newest version."""
+        """None if the tier of x holds it where it says, in its newest version."""
         covered = 0
-        for lo, hi, (block, shift, version) in self.host.over(x.address, x.address + x.nbytes):
+        place = f"{x.tier}@{x.address}"
+        for lo, hi, (block, shift, version) in self.arenas[x.tier].over(x.address, x.address + x.nbytes):
             if block != x.block or shift != x.lo - x.address:
-                return f"I3: {x.block}[{x.lo}:{x.hi}] is expected at HOST@{x.address}, which holds {block}"
+                return f"I3: {x.block}[{x.lo}:{x.hi}] is expected at {place}, which holds {block}"
             stale = any(v != version for _, _, v in self.newest[block].over(lo + shift, hi + shift))
             if newest and stale:
-                return f"I2: {x.block}[{x.lo}:{x.hi}] at HOST@{x.address} is not its newest version"
+                return f"I2: {x.block}[{x.lo}:{x.hi}] at {place} is not its newest version"
             covered += hi - lo
         if covered != x.nbytes:
-            return f"I2: {x.block}[{x.lo}:{x.hi}] at HOST@{x.address}: {x.nbytes - covered} bytes are not there yet"
+            return f"I2: {x.block}[{x.lo}:{x.hi}] at {place}: {x.nbytes - covered} bytes are not there yet"
         return None
 
     def homes(self) -> str | None:
@@ -166,6 +175,10 @@ class _Memory:
         return None
 
 
+_STEPS = {Verb.READ: _Memory._read, Verb.WRITE: _Memory._write, Verb.DROP: _Memory._drop}
+"""What does no op's work; everything else is `_Memory._run`."""
+
+
 def check(workload: Workload, placement: Placement, schedule: Schedule, *, whole: bool = True) -> None:
     """Raises `ScheduleError` with the lines around the fault unless `schedule` keeps I1 to I4.
 
@@ -174,7 +187,7 @@ def check(workload: Workload, placement: Placement, schedule: Schedule, *, whole
     """
     if whole:
         _prove_complete(workload, workload.programs[schedule.name], schedule)
-    _prove_bounds(schedule)
+    _prove_bounds(workload, schedule)
     memory = _Memory(workload, placement)
     for action in schedule.lead_in:
         _raise(schedule, memory.step(action), None, action)
@@ -194,14 +207,17 @@ def _raise(schedule: Schedule, fault: str | None, index: int | None, action: Act
     raise ScheduleError(f"schedule {schedule.name}: {fault}\n{where}")
 
 
-def _prove_bounds(schedule: Schedule) -> None:
-    """Every operand lies in the arena, and what a last pass leaves out computes nothing and stores nothing."""
+def _prove_bounds(workload: Workload, schedule: Schedule) -> None:
+    """Every operand lies in the arena of its block's tier; what a last pass leaves out neither computes nor stores."""
+    arenas = {"HOST": schedule.host_bytes, "DEVICE": schedule.device_bytes}
     for action in (*schedule.lead_in, *schedule.actions):
         for x in action.operands:
-            if not 0 <= x.address <= x.address + x.nbytes <= schedule.host_bytes:
+            if not 0 <= x.address <= x.address + x.nbytes <= arenas[x.tier]:
                 raise ScheduleError(
-                    f"schedule {schedule.name}: I1: {x} is outside of {schedule.host_bytes} bytes of HOST"
+                    f"schedule {schedule.name}: I1: {x} is outside of {arenas[x.tier]} bytes of {x.tier}"
                 )
+            if x.tier != workload.blocks[x.block].tier:
+                raise ScheduleError(f"schedule {schedule.name}: {x} belongs to {workload.blocks[x.block].tier}")
         if action.next_pass and action.verb is not Verb.READ:
             raise ScheduleError(f"schedule {schedule.name}: a last pass would leave out {action}")
 
@@ -211,7 +227,7 @@ def _prove_complete(workload: Workload, program: Program, schedule: Schedule) ->
     ran: dict[str, list[tuple[str, int, int]]] = {}
     covered: dict[tuple[str, str], int] = {}
     for action in schedule.actions:
-        for x in action.operands if action.verb is Verb.RUN else ():
+        for x in action.operands if action.verb.is_op else ():
             uses = ran.setdefault(x.block, [])
             if not uses or uses[-1][0] != action.op:
                 uses.append((action.op, x.reads, x.writes))

@@ -19,6 +19,7 @@ from tiering.engine import IOEngine
 from tiering.lanes import InlineLanes, Lanes
 from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater, Views
 from tiering.plan import Plan
+from tiering.schedule import Verb
 from tiering.store import JSON, BlockStore, StoredBlock, TensorSpec
 from tiering.trace import Trace
 
@@ -36,10 +37,16 @@ def stored_blocks(plan: Plan, tensors: Tensors) -> list[StoredBlock]:
 
 def scratch_blocks(plan: Plan) -> list[StoredBlock]:
     """Blocks that this plan spills but no commit names."""
+    written = {
+        action.operands[0].block
+        for schedule in plan.schedules.values()
+        for action in schedule.actions
+        if action.verb is Verb.WRITE
+    }
     return [
         StoredBlock(name=b.name, unit=b.unit, kind=b.kind, nbytes=b.nbytes, scratch=True)
-        for b in plan.workload.of_life("carried")
-        if plan.placement.host_bytes.get(b.name, 0) < b.nbytes
+        for b in plan.workload.of_life("carried", "passing")
+        if b.name in written
     ]
 
 

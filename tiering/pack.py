@@ -17,35 +17,47 @@ class Arc:
     start: int
     end: int
 
-    def meets(self, other: "Arc") -> bool:
-        """True if both are alive at some line."""
-        return other.start in self or self.start in other
-
-    def __contains__(self, line: int) -> bool:
+    def spans(self) -> list[tuple[int, int]]:
+        """The lines of a list that it is alive at, both ends included: one stretch, or two where it is over the end."""
         if self.start <= self.end:
-            return self.start <= line <= self.end
-        return line >= self.start or line <= self.end
+            return [(self.start, self.end)]
+        return [(0, self.end), (self.start, _BEYOND)]
+
+
+_BEYOND = 1 << 62
+"""A line after all others."""
 
 
 def pack(arcs: Sequence[Arc]) -> tuple[list[int], int]:
     """Addresses in bytes for `arcs`, such that no two that meet overlap (I1), and the end of the highest one."""
     addresses = [0] * len(arcs)
-    placed: list[int] = []
+    placed: list[tuple[int, int, int, int]] = []  # first and last line, first address and the one after the last
     top = 0
     for index in sorted(range(len(arcs)), key=lambda i: (-arcs[i].nbytes, arcs[i].start)):
-        taken = sorted((addresses[i], addresses[i] + arcs[i].nbytes) for i in placed if arcs[i].meets(arcs[index]))
+        nbytes = arcs[index].nbytes
+        spans = arcs[index].spans()
+        taken = [(lo, hi) for s, e, lo, hi in placed for start, end in spans if s <= end and start <= e]
+        taken.sort()
         address = 0
         for lo, hi in taken:
-            if lo - address >= arcs[index].nbytes:
+            if lo - address >= nbytes:
                 break
             address = max(address, hi)
         addresses[index] = address
-        placed.append(index)
-        top = max(top, address + arcs[index].nbytes)
+        placed += [(start, end, address, address + nbytes) for start, end in spans]
+        top = max(top, address + nbytes)
     return addresses, top
 
 
 def live_bytes(arcs: Sequence[Arc]) -> int:
     """The most bytes alive at one line: no packing can need less."""
-    edges = sorted({arc.start for arc in arcs})
-    return max((sum(arc.nbytes for arc in arcs if line in arc) for line in edges), default=0)
+    change: dict[int, int] = {}
+    for arc in arcs:
+        for start, end in arc.spans():
+            change[start] = change.get(start, 0) + arc.nbytes
+            change[end + 1] = change.get(end + 1, 0) - arc.nbytes
+    most = alive = 0
+    for line in sorted(change):
+        alive += change[line]
+        most = max(most, alive)
+    return most

@@ -228,7 +228,7 @@ class Pipeline:
         self.lanes.wait()  # the copies back of this op
 
     def _wait(self, reached: Callable[[], bool]) -> None:
-        """Wait (the lock is held) until `reached` or a failure, which is raised; updates that are ready run meanwhile."""
+        """Wait (the lock is held) until `reached` or a failure, which is raised; ready updates run meanwhile."""
         while self._failure is None and not reached():
             if not self._update_next():
                 self._changed.wait_for(lambda: self._failure is not None or self._updates or reached())

@@ -8,25 +8,35 @@ Not here: schedules themselves (`lower.py`), rates (`hardware.py`), printing for
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiering.device import on_device, worth_keeping
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
-from tiering.homes import Placement, place
-from tiering.lower import Knobs, lower
+from tiering.homes import Placement, choose_homes, place
+from tiering.lower import Draft, Knobs
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, simulate
-from tiering.workload import Block, Program, Workload
+from tiering.workload import Program, Workload, spread
 
 MiB = 1 << 20
 
 # From generous to frugal. Tiles of 4 MiB and more reach a drive's full rate; the small ones make tight budgets work.
 _CANDIDATES = (
-    *(Knobs(lookahead=ahead, lag=1, tile_bytes=8 * MiB, ring=ring) for ahead in (4, 2) for ring in (8, 4)),
+    *(Knobs(lookahead=4, lag=1, tile_bytes=8 * MiB, ring=ring, copies_ahead=2) for ring in (8, 4)),
+    *(Knobs(lookahead=2, lag=1, tile_bytes=8 * MiB, ring=ring) for ring in (8, 4)),
     *(Knobs(lookahead=ahead, lag=lag, tile_bytes=4 * MiB, ring=4) for ahead, lag in ((2, 1), (1, 1), (1, 0))),
     *(Knobs(lookahead=ahead, lag=0, tile_bytes=MiB, ring=4) for ahead in (1, 0)),
-    Knobs(lookahead=0, lag=0, tile_bytes=256 * 1024, ring=1),
+    Knobs(lookahead=0, lag=0, tile_bytes=256 * 1024, ring=1, copies_ahead=0),
 )
 _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bytes that the arenas may take. device_bytes None: ops compute on HOST."""
+
+    host_bytes: int
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,37 +59,83 @@ class Plan:
     load: Schedule
     save: Schedule
     host_bytes: int
+    device_bytes: int
     lines: tuple[Line, ...]
     timeline: Timeline
     queue_depth: int
 
     def bytes_at(self, kind: str) -> tuple[int, int]:
         """(HOST, NVME) bytes that are home to blocks of a kind."""
-        blocks = [b for b in self.workload.of_life("durable", "carried") if b.kind == kind]
+        blocks = [b for b in self.workload.of_life("durable", "carried", "passing") if b.kind == kind]
         host = sum(self.placement.host_bytes.get(block.name, 0) for block in blocks)
         return host, sum(block.nbytes for block in blocks) - host
 
 
-def make_plan(workload: Workload, hardware: Hardware, host_budget: int, resident: float | None = None) -> Plan:
+def make_plan(
+    workload: Workload,
+    hardware: Hardware,
+    host_budget: int,
+    resident: float | None = None,
+    device_budget: int | None = None,
+    *,
+    candidates: Sequence[Knobs] | None = None,
+) -> Plan:
     """The fastest plan by simulation that keeps the arena within `host_budget` bytes.
 
-    resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. Raises `BudgetError` with the
-    sum line by line and the smallest budget that works.
+    resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. device_budget: bytes of a device
+    with memory of its own; None: ops compute on HOST. candidates: knobs to try; None: the usual ones. Raises
+    `BudgetError` with the sum line by line and the smallest
+    budget that works.
     """
-    best: Plan | None = None
+    knobs = _scaled(workload) if candidates is None else candidates
+    if device_budget is None:
+        return _best(workload, hardware, Budget(host_bytes=host_budget), resident, knobs)
+    budget = Budget(host_bytes=host_budget, device_bytes=device_budget)
+    passing = on_device(workload)
+    plan = _best(passing, hardware, budget, resident, knobs)
+    keep = worth_keeping(workload, _main(workload), device_budget - plan.device_bytes)
+    if not keep:
+        return plan
+    kept = on_device(workload, keep)
+    try:
+        fuller = _best(kept, hardware, budget, resident, [plan.knobs])
+    except BudgetError:
+        return plan
+    return fuller if _better(fuller.timeline, plan.timeline) else plan
+
+
+def _best(
+    workload: Workload, hardware: Hardware, budget: Budget, resident: float | None, candidates: Sequence[Knobs]
+) -> Plan:
+    main, gain = _main(workload).name, _gain(workload)
+    best: tuple[_Lowered, Schedule, Timeline] | None = None
     least: _Lowered | None = None
-    for knobs in _scaled(workload):
-        lowered = _fill(workload, knobs, host_budget, resident)
-        if lowered.host_bytes > host_budget:
-            least = lowered if least is None or lowered.host_bytes < least.host_bytes else least
+    for knobs in candidates:
+        lowered = _fill(workload, knobs, gain, budget.host_bytes, resident)
+        if not lowered.fits(budget):
+            least = lowered if least is None or lowered.over(budget) < least.over(budget) else least
             continue
-        plan = _plan(workload, hardware, lowered)
-        if best is None or _better(plan.timeline, best.timeline):
-            best = plan
+        if best is not None and not _promising(workload, hardware, lowered.drafts[main], best[2]):
+            continue
+        schedule = lowered.drafts[main].schedule()
+        timeline = simulate(schedule, workload, hardware)
+        if best is None or _better(timeline, best[2]):
+            best = (lowered, schedule, timeline)
     if best is not None:
-        return best
+        return _plan(workload, hardware, *best)
     assert least is not None
-    raise BudgetError(_refusal(workload, least, host_budget, resident))
+    raise BudgetError(_refusal(workload, least, budget, resident))
+
+
+def _promising(workload: Workload, hardware: Hardware, draft: Draft, best: Timeline) -> bool:
+    """False if the bound of a pass alone says that it cannot be better: then it need not be simulated."""
+    io_s = (draft.read_bytes / hardware.read.per_s + draft.written_bytes / hardware.write.per_s) * (
+        hardware.mixed_stretch() if draft.read_bytes and draft.written_bytes else 1.0
+    )
+    least_s = max(io_s, best.limit_s if best.bottleneck != "NVMe" else 0.0)
+    if draft.read_bytes + draft.written_bytes < best.read_bytes + best.written_bytes:
+        return least_s <= best.pass_s * 1.001
+    return least_s < best.pass_s * 0.999
 
 
 def _better(one: Timeline, other: Timeline) -> bool:
@@ -92,9 +148,10 @@ def _better(one: Timeline, other: Timeline) -> bool:
 
 def refuse(workload: Workload, host_budget: int, resident: float | None = None) -> None:
     """Raises `BudgetError`, as `make_plan` would, without knowing the machine: the quick answer to "does it fit"."""
-    lowered = _fill(workload, _scaled(workload)[-1], host_budget, resident)
-    if lowered.host_bytes > host_budget:
-        raise BudgetError(_refusal(workload, lowered, host_budget, resident))
+    budget = Budget(host_bytes=host_budget)
+    lowered = _fill(workload, _scaled(workload)[-1], _gain(workload), host_budget, resident)
+    if not lowered.fits(budget):
+        raise BudgetError(_refusal(workload, lowered, budget, resident))
 
 
 def _scaled(workload: Workload) -> list[Knobs]:
@@ -107,41 +164,86 @@ def _scaled(workload: Workload) -> list[Knobs]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lowered:
-    """A candidate with its schedules; its time is not known yet."""
+    """A candidate with the drafts of its schedules; its time is not known yet."""
 
     knobs: Knobs
     placement: Placement
-    schedules: Mapping[str, Schedule]
+    drafts: Mapping[str, Draft]
 
     @property
     def host_bytes(self) -> int:
-        return max(schedule.host_bytes for schedule in self.schedules.values())
+        return max(draft.host_bytes for draft in self.drafts.values())
+
+    @property
+    def device_bytes(self) -> int:
+        return max(draft.device_bytes for draft in self.drafts.values())
+
+    def over(self, budget: Budget) -> tuple[int, int]:
+        """Bytes beyond the device's budget and beyond HOST's, 0 where they fit."""
+        device = 0 if budget.device_bytes is None else max(0, self.device_bytes - budget.device_bytes)
+        return device, max(0, self.host_bytes - budget.host_bytes)
+
+    def fits(self, budget: Budget) -> bool:
+        return self.over(budget) == (0, 0)
 
 
-def _lowered(workload: Workload, knobs: Knobs, homes: Mapping[str, int]) -> _Lowered:
+def _lowered(workload: Workload, spreads: Mapping[str, Program], knobs: Knobs, homes: Mapping[str, int]) -> _Lowered:
     placement = place(homes)
-    schedules = {name: lower(workload, program, placement, knobs) for name, program in workload.programs.items()}
-    return _Lowered(knobs=knobs, placement=placement, schedules=schedules)
+    drafts = {name: Draft(workload, program, placement, knobs) for name, program in spreads.items()}
+    return _Lowered(knobs=knobs, placement=placement, drafts=drafts)
 
 
-def _fill(workload: Workload, knobs: Knobs, budget: int, resident: float | None) -> _Lowered:
-    """Schedules with these knobs that pin as much as `budget` (or exactly the share `resident`) allows."""
-    durable = sum(block.nbytes for block in workload.of_life("durable"))
-    carried = sum(block.nbytes for block in workload.of_life("carried"))
-    gain = _gain(workload)
-    pinned = 0 if resident is None else round(resident * durable)
-    found = _lowered(workload, knobs, choose_homes(workload, gain, knobs, pinned, 0))
-    if resident is not None:
-        spare = budget - found.host_bytes
-        if carried and spare > 0:
-            fuller = _lowered(workload, knobs, choose_homes(workload, gain, knobs, pinned, spare))
-            found = fuller if fuller.host_bytes <= budget else found
-        return found
+def _fill(workload: Workload, knobs: Knobs, gain: Mapping[str, float], budget: int, resident: float | None) -> _Lowered:
+    """Drafts with these knobs that pin as much as `budget` (or exactly the share `resident`) allows."""
+    spreads = {name: spread(p, knobs.lag, knobs.copies_ahead) for name, p in workload.programs.items()}
+    main = _main(workload).name
+    fill = _fill_share if resident is not None else _fill_up
+    # The program that repeats itself is the widest one as a rule, and drafting takes time.
+    widest = fill(workload, {main: spreads[main]}, knobs, gain, budget, resident or 0.0)
+    others = {name: Draft(workload, p, widest.placement, knobs) for name, p in spreads.items() if name != main}
+    found = replace(widest, drafts={main: widest.drafts[main]} | others)
+    if found.host_bytes > max(budget, widest.host_bytes):
+        return fill(workload, spreads, knobs, gain, budget, resident or 0.0)
+    return found
+
+
+def _fill_share(
+    workload: Workload,
+    spreads: Mapping[str, Program],
+    knobs: Knobs,
+    gain: Mapping[str, float],
+    budget: int,
+    resident: float,
+) -> _Lowered:
+    """The share `resident` of what is durable; what else is left of the budget goes to blocks that are not."""
+    pinned = round(resident * sum(block.nbytes for block in workload.of_life("durable")))
+    found = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, 0))
+    spare = budget - found.host_bytes
+    if spare > 0 and any(workload.of_life("carried", "passing")):
+        fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, spare))
+        found = fuller if fuller.host_bytes <= budget else found
+    return found
+
+
+def _fill_up(
+    workload: Workload,
+    spreads: Mapping[str, Program],
+    knobs: Knobs,
+    gain: Mapping[str, float],
+    budget: int,
+    _: float,
+) -> _Lowered:
+    """As much as fits. What is pinned is no longer staged, so a second look finds more room."""
+    everything = sum(block.nbytes for block in workload.of_life("durable", "carried", "passing"))
+    pinned = 0
+    found = _lowered(workload, spreads, knobs, {})
     for _ in range(4):
         spare = budget - found.host_bytes
-        if spare < knobs.tile_bytes or pinned >= durable + carried:
+        if spare < max(knobs.tile_bytes, budget >> 8) or pinned >= everything:
             break
-        fuller = _lowered(workload, knobs, choose_homes(workload, gain, knobs, pinned + spare, None))
+        fuller = _lowered(
+            workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned + spare, None)
+        )
         if fuller.host_bytes > budget:
             break
         pinned, found = pinned + spare, fuller
@@ -150,14 +252,9 @@ def _fill(workload: Workload, knobs: Knobs, budget: int, resident: float | None)
 
 def _gain(workload: Workload) -> dict[str, float]:
     """NVME bytes a pass that each byte of a block costs when it is not pinned: counted on the schedule itself."""
-    empty = Placement(host_bytes={}, address={}, fixed_bytes=0)
     coarse = max(block.nbytes for block in workload.blocks.values())
-    main = _main(workload)
-    schedule = lower(workload, main, empty, Knobs(lookahead=0, lag=0, tile_bytes=coarse, ring=1))
-    moved = dict.fromkeys(workload.blocks, 0)
-    for action in schedule.actions:
-        if action.verb in (Verb.READ, Verb.WRITE):
-            moved[action.operands[0].block] += action.nbytes
+    knobs = Knobs(lookahead=0, lag=0, tile_bytes=coarse, ring=1, copies_ahead=0)
+    moved = Draft(workload, _main(workload), place({}), knobs).moved_bytes()
     return {name: nbytes / workload.blocks[name].nbytes for name, nbytes in moved.items()}
 
 
@@ -167,56 +264,19 @@ def _main(workload: Workload) -> Program:
     return next((program for program in programs if program.cyclic), programs[0])
 
 
-def choose_homes(
-    workload: Workload, gain: Mapping[str, float], knobs: Knobs, durable: int, carried: int | None
-) -> dict[str, int]:
-    """Bytes of each block to pin, at most `durable` of durable blocks and `carried` of carried ones.
-
-    carried None: both share the first figure. What gains most a byte goes first; within a class the share is spread
-    evenly over the blocks, so that no stretch of the pass is short of I/O while another has too much.
-    """
-    tiles = workload.tile_only()
-    homes: dict[str, int] = {}
-    left = {"durable": durable, "carried": durable if carried is None else carried}
-    pool = sorted(workload.of_life("durable", "carried"), key=lambda block: -gain[block.name])
-    for level in sorted({round(gain[block.name], 3) for block in pool}, reverse=True):
-        for life in ("durable", "carried"):
-            same = [block for block in pool if round(gain[block.name], 3) == level and block.life == life]
-            spent = _spread_share(same, left[life], knobs.tile_bytes, tiles, homes)
-            for key in left if carried is None else (life,):
-                left[key] -= spent
-    return homes
-
-
-def _spread_share(
-    blocks: Sequence[Block], room: int, tile_bytes: int, tiles: frozenset[str], homes: dict[str, int]
-) -> int:
-    """Pin an even share of `blocks` within `room` bytes; returns the bytes spent."""
-    total = sum(block.nbytes for block in blocks)
-    share = min(1.0, max(0, room) / total) if total else 0.0
-    seen = spent = 0
-    for block in blocks:
-        seen += block.nbytes
-        due = min(room, round(share * seen)) - spent
-        if due >= block.nbytes:
-            homes[block.name] = block.nbytes
-        elif block.name in tiles and due >= tile_bytes:
-            homes[block.name] = due // tile_bytes * tile_bytes
-        spent += homes.get(block.name, 0)
-    return spent
-
-
-def _plan(workload: Workload, hardware: Hardware, lowered: _Lowered) -> Plan:
+def _plan(workload: Workload, hardware: Hardware, lowered: _Lowered, main: Schedule, timeline: Timeline) -> Plan:
+    others = {name: draft.schedule() for name, draft in lowered.drafts.items() if name != main.name}
     return Plan(
         workload=workload,
         placement=lowered.placement,
         knobs=lowered.knobs,
-        schedules=lowered.schedules,
+        schedules={main.name: main} | others,
         load=_homes_schedule("load", Verb.READ, workload, lowered.placement),
         save=_homes_schedule("save", Verb.WRITE, workload, lowered.placement),
         host_bytes=lowered.host_bytes,
+        device_bytes=lowered.device_bytes,
         lines=tuple(_lines(workload, lowered)),
-        timeline=simulate(lowered.schedules[_main(workload).name], workload, hardware),
+        timeline=timeline,
         queue_depth=hardware.queue_depth,
     )
 
@@ -241,19 +301,24 @@ def _lines(workload: Workload, lowered: _Lowered) -> Iterable[Line]:
         nbytes = sum(placement.host_bytes.get(name, 0) for name in named)
         if nbytes:
             yield Line(what=f"resident {kind}", nbytes=nbytes)
-    widest = max(lowered.schedules.values(), key=lambda schedule: schedule.host_bytes)
+    widest = max(lowered.drafts.values(), key=lambda draft: draft.host_bytes)
     blocks = widest.host_bytes - placement.fixed_bytes - widest.ring_bytes - widest.lost_bytes
-    yield Line(what=f"blocks passing through ({widest.name})", nbytes=blocks)
+    yield Line(what=f"blocks passing through ({widest.program.name})", nbytes=blocks)
     yield Line(what="tile ring", nbytes=widest.ring_bytes)
     yield Line(what="lost to fit", nbytes=widest.lost_bytes)
 
 
-def _refusal(workload: Workload, least: _Lowered, budget: int, resident: float | None) -> str:
+def _refusal(workload: Workload, least: _Lowered, budget: Budget, resident: float | None) -> str:
+    if budget.device_bytes is not None and least.device_bytes > budget.device_bytes:
+        return (
+            f"DEVICE needs {least.device_bytes / MiB:.1f} MiB for the blocks that ops compute on, the budget is "
+            f"{budget.device_bytes / MiB:.1f} MiB.\nFix: device_budget >= {-(-least.device_bytes // MiB)}MiB."
+        )
     needed = least.host_bytes
     rows = "\n".join(f"  {line.what:<34} {line.nbytes / MiB:>12.1f} MiB" for line in _lines(workload, least))
     less = "" if not resident else f", or resident < {resident:g}"
     return (
-        f"HOST needs {needed / MiB:.1f} MiB, the budget is {budget / MiB:.1f} MiB. The least that works:\n{rows}\n"
-        f"  {'sum':<34} {needed / MiB:>12.1f} MiB\n"
+        f"HOST needs {needed / MiB:.1f} MiB, the budget is {budget.host_bytes / MiB:.1f} MiB. The least that works:\n"
+        f"{rows}\n  {'sum':<34} {needed / MiB:>12.1f} MiB\n"
         f"Fix: host_budget >= {-(-needed // MiB)}MiB{less}."
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tiering.workload import Lane
+from tiering.workload import Lane, Tier
 
 
 class Verb(StrEnum):
@@ -20,13 +20,22 @@ class Verb(StrEnum):
     """HOST to NVME."""
     RUN = "RUN"
     """One op, or one tile of it."""
+    H2D = "H2D"
+    """An op that copies from HOST to DEVICE."""
+    D2H = "D2H"
+    """An op that copies from DEVICE to HOST."""
     DROP = "DROP"
-    """The bytes in HOST are given up; what they held lives elsewhere or is not needed any more."""
+    """The bytes are given up; what they held lives elsewhere or is not needed any more."""
+
+    @property
+    def is_op(self) -> bool:
+        """True for what does an op's work, and not a transfer around it."""
+        return self in (Verb.RUN, Verb.H2D, Verb.D2H)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Bytes `lo:hi` of a block, at `address` (an offset in bytes) of the HOST arena."""
+    """Bytes `lo:hi` of a block, at `address` (an offset in bytes) of the arena of its tier."""
 
     block: str
     lo: int
@@ -34,6 +43,7 @@ class Operand:
     address: int
     reads: bool
     writes: bool
+    tier: Tier = "HOST"
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +51,8 @@ class Operand:
 
     def __str__(self) -> str:
         mode = ("r" if self.reads else "") + ("w" if self.writes else "")
-        return f"{self.block}[{self.lo}:{self.hi}]@{self.address}" + (f":{mode}" if mode else "")
+        place = f"@{self.address}" if self.tier == "HOST" else f"@{self.tier}:{self.address}"
+        return f"{self.block}[{self.lo}:{self.hi}]{place}" + (f":{mode}" if mode else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +74,13 @@ class Action:
 
     @property
     def op(self) -> str:
-        """Name of the op that a RUN belongs to, without its tile."""
+        """Name of the op that the action belongs to, without its tile."""
         return self.name.partition("#")[0]
 
     def __str__(self) -> str:
         operands = " ".join(map(str, self.operands))
-        if self.verb is Verb.RUN:
-            return f"RUN   {self.name}  {operands}"
+        if self.verb.is_op:
+            return f"{self.verb:<5} {self.name}  {operands}"
         return f"{self.verb:<5} {operands}" + ("  (next pass)" if self.next_pass else "")
 
 
@@ -77,7 +88,7 @@ class Action:
 class Schedule:
     """`actions` in the order in which a serial run does them. A cyclic schedule starts with its lead-in, which reads
     what a pass in the middle would find left in HOST by the pass before it. `host_bytes` is the arena it needs, homes
-    included; `ring_bytes` of it stage tiles, `lost_bytes` are lost to fit.
+    included; `ring_bytes` of it stage tiles, `lost_bytes` are lost to fit. `device_bytes` is the arena of DEVICE.
     """
 
     name: str
@@ -87,6 +98,7 @@ class Schedule:
     host_bytes: int = 0
     ring_bytes: int = 0
     lost_bytes: int = 0
+    device_bytes: int = 0
 
     def text(self) -> str:
         lines = [f"schedule {self.name}: {len(self.actions)} actions, {self.host_bytes} bytes of HOST"]
@@ -158,11 +170,12 @@ class _Space:
 
 
 def touched(action: Action) -> Iterator[tuple[str, int, int, bool]]:
-    """(space, lo, hi, writes) of an action. Spaces: "HOST" with arena addresses, "NVME/<block>" with block bytes."""
+    """(space, lo, hi, writes) of an action. Spaces: HOST and DEVICE with arena addresses, "NVME/<block>" with block
+    bytes.
+    """
     for operand in action.operands:
         at = operand.address
-        host_writes = operand.writes or action.verb in (Verb.READ, Verb.DROP)
-        yield "HOST", at, at + operand.nbytes, host_writes
+        yield operand.tier, at, at + operand.nbytes, operand.writes or action.verb in (Verb.READ, Verb.DROP)
         if action.verb in (Verb.READ, Verb.WRITE):
             yield f"NVME/{operand.block}", operand.lo, operand.hi, action.verb is Verb.WRITE
 

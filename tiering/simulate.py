@@ -1,6 +1,7 @@
 """Event simulation of a schedule: when would each action run, and how long is a pass in the steady state.
 
-Scope: lanes as servers that take the first ready action in list order, exactly as `pipeline.py` does.
+Scope: lanes as servers that take the first ready action in list order, exactly as `pipeline.py` does; what lanes take
+from each other where they share a drive or a processor.
 Not here: measured spans (`trace.py`), closed-form bounds (`costs.py`).
 """
 
@@ -11,24 +12,49 @@ from itertools import pairwise
 
 from tiering.hardware import Hardware
 from tiering.schedule import Action, Schedule, Verb, moved_bytes
-from tiering.workload import Workload
+from tiering.workload import Lane, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Predicted figures of one pass in the steady state: seconds and bytes."""
+    """Predicted figures of one pass in the steady state: seconds and bytes.
+
+    io_s, h2d_s, d2h_s, compute_s, update_s: how long each lane is busy. Where updates and computing share processors,
+    compute_s is both. serial_s: one action after the other.
+    """
 
     pass_s: float
     io_s: float
+    h2d_s: float
+    d2h_s: float
     compute_s: float
     update_s: float
+    serial_s: float
     read_bytes: int
     written_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
 
     @property
     def limit_s(self) -> float:
         """The busiest resource: no order of the same actions can be faster."""
-        return max(self.io_s, self.compute_s)
+        return max(self.busy().values())
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that `limit_s` is the busy time of."""
+        busy = self.busy()
+        return max(busy, key=lambda name: busy[name])
+
+    def busy(self) -> dict[str, float]:
+        """Seconds that each resource is busy."""
+        return {
+            "NVMe": self.io_s,
+            "H2D": self.h2d_s,
+            "D2H": self.d2h_s,
+            "compute": self.compute_s,
+            "update": self.update_s,
+        }
 
 
 def op_seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
@@ -38,13 +64,17 @@ def op_seconds(workload: Workload, hardware: Hardware) -> dict[str, float]:
 
 
 def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> float:
-    """How long the action keeps its lane busy."""
+    """How long the action takes with all its resources to itself."""
     if action.verb is Verb.READ:
         return action.nbytes / hardware.read.per_s
     if action.verb is Verb.WRITE:
         return action.nbytes / hardware.write.per_s
     if action.verb is Verb.DROP:
         return 0.0
+    if action.verb in (Verb.H2D, Verb.D2H):
+        rate = hardware.h2d if action.verb is Verb.H2D else hardware.d2h
+        assert rate is not None, f"{action} needs a device, and the hardware has none"
+        return action.operands[0].nbytes / rate.per_s
     if action.lane == "update":
         return action.nbytes / hardware.update.per_s
     return op_s[action.op]
@@ -54,68 +84,117 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     """Run three passes of a cyclic schedule (one of any other) and report the last one."""
     op_s = op_seconds(workload, hardware)
     cost = [seconds(action, op_s, hardware) for action in schedule.actions]
-    server = [_server(action, hardware) for action in schedule.actions]
+    read, written = moved_bytes(schedule.actions, Verb.READ), moved_bytes(schedule.actions, Verb.WRITE)
+    if read and written:
+        stretch = hardware.mixed_stretch()
+        cost = [c * stretch if a.lane == "io" else c for a, c in zip(schedule.actions, cost, strict=True)]
     passes = 3 if schedule.cyclic else 1
-    ends = _ends(schedule, cost, server, passes)
-    busy = dict.fromkeys(("io", "compute", "update"), 0.0)
+    ends = _Run(schedule, cost, hardware, passes).ends()
+    busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
     for action, duration in zip(schedule.actions, cost, strict=True):
         busy[action.lane] += duration
     beside = hardware.update_beside_compute
+    copied = {verb: moved_bytes(schedule.actions, verb) // 2 for verb in (Verb.H2D, Verb.D2H)}  # two operands each
+    slowed_s = (busy["compute"] + busy["update"]) / (1 - hardware.io_steals)
     return Timeline(
         pass_s=ends[-1] - (ends[-2] if passes > 1 else 0.0),
         io_s=busy["io"],
+        h2d_s=busy["h2d"],
+        d2h_s=busy["d2h"],
         compute_s=busy["compute"] + (0.0 if beside else busy["update"]),
         update_s=busy["update"],
-        read_bytes=moved_bytes(schedule.actions, Verb.READ),
-        written_bytes=moved_bytes(schedule.actions, Verb.WRITE),
+        serial_s=busy["io"] + busy["h2d"] + busy["d2h"] + slowed_s,
+        read_bytes=read,
+        written_bytes=written,
+        h2d_bytes=copied[Verb.H2D],
+        d2h_bytes=copied[Verb.D2H],
     )
 
 
-def _server(action: Action, hardware: Hardware) -> str:
-    if action.verb is Verb.DROP:
-        return "none"
-    if action.lane == "update" and not hardware.update_beside_compute:
-        return "compute"
-    return action.lane
+LANES: tuple[Lane, ...] = ("io", "h2d", "d2h", "update", "compute")
 
 
-def _ends(schedule: Schedule, cost: list[float], server: list[str], passes: int) -> list[float]:
-    """Times at which the last whole op of each pass ends (the last action, where there is no whole op)."""
-    count = len(schedule.actions)
-    runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
-    gate = runs[-1] if runs else count - 1
-    before = {later: earlier for earlier, later in pairwise(runs)}  # whole ops are entered in order, ready or not
-    missing = [0] * (count * passes)
-    followers: list[list[int]] = [[] for _ in range(count * passes)]
-    for index in range(count * passes):
-        waits = {w + (index // count - back) * count for w, back in schedule.actions[index % count].after}
-        if index % count in before:
-            waits.add(before[index % count] + index // count * count)
-        if index >= count:
-            waits.add(gate + (index // count - 1) * count)  # a pass is opened when the one before has computed
-        waits = {w for w in waits if w >= 0}
-        missing[index] = len(waits)
-        for w in waits:
-            followers[w].append(index)
-    ready: dict[str, list[int]] = {name: [] for name in {*server}}
-    for index in range(count * passes):
-        if not missing[index]:
-            heappush(ready[server[index % count]], index)
-    done_at = [0.0] * (count * passes)
-    running: list[tuple[float, int]] = []
-    free = dict.fromkeys(ready, True)
-    now = 0.0
-    while running or any(ready.values()):
-        for name, queue in ready.items():
-            while queue and (free[name] or name == "none"):
+class _Run:
+    """The state of a simulated run. Actions are numbered on through all passes."""
+
+    def __init__(self, schedule: Schedule, cost: list[float], hardware: Hardware, passes: int) -> None:
+        self.actions = schedule.actions
+        self.count = len(schedule.actions)
+        self.cost = cost
+        self.passes = passes
+        self.shared = not hardware.update_beside_compute
+        self.kept = 1 - hardware.io_steals
+        runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
+        self.gate = runs[-1] if runs else self.count - 1
+        self.missing, self.followers = self._waits(runs)
+        self.ready: dict[Lane, list[int]] = {lane: [] for lane in LANES}
+        self.running: dict[Lane, list[float]] = {}  # lane -> [action, seconds of work left]
+        self.done_at = [0.0] * (self.count * passes)
+        self.now = 0.0
+
+    def _waits(self, runs: list[int]) -> tuple[list[int], list[list[int]]]:
+        before = {later: earlier for earlier, later in pairwise(runs)}  # computing ops are entered in order
+        total = self.count * self.passes
+        missing = [0] * total
+        followers: list[list[int]] = [[] for _ in range(total)]
+        for index in range(total):
+            number, line = divmod(index, self.count)
+            waits = {w + (number - back) * self.count for w, back in self.actions[line].after}
+            if line in before:
+                waits.add(before[line] + number * self.count)
+            if number:
+                waits.add(self.gate + (number - 1) * self.count)  # a pass is opened when the one before has computed
+            waits = {w for w in waits if w >= 0}
+            missing[index] = len(waits)
+            for w in waits:
+                followers[w].append(index)
+        return missing, followers
+
+    def ends(self) -> list[float]:
+        """Times at which the last computing op of each pass ends (the last action, where nothing computes)."""
+        for index, missing in enumerate(self.missing):
+            if not missing:
+                self._enter(index)
+        while self._start():
+            speed = self._speeds()
+            lane = min(speed, key=lambda lane: self.running[lane][1] / speed[lane])
+            passed_s = self.running[lane][1] / speed[lane]
+            self.now += passed_s
+            for other, factor in speed.items():
+                self.running[other][1] -= passed_s * factor
+            self._finish(int(self.running.pop(lane)[0]))
+        return [self.done_at[self.gate + number * self.count] for number in range(self.passes)]
+
+    def _enter(self, index: int) -> None:
+        """Everything that `index` waits for has completed."""
+        action = self.actions[index % self.count]
+        if action.verb is Verb.DROP:
+            self._finish(index)
+        else:
+            heappush(self.ready[action.lane], index)
+
+    def _start(self) -> bool:
+        """Give every free lane its first ready action; False if nothing runs."""
+        for lane, queue in self.ready.items():
+            if queue and lane not in self.running:
                 index = heappop(queue)
-                free[name] = False
-                heappush(running, (now + cost[index % count], index))
-        now, index = heappop(running)
-        done_at[index] = now
-        free[server[index % count]] = True
-        for follower in followers[index]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heappush(ready[server[follower % count]], follower)
-    return [done_at[gate + number * count] for number in range(passes)]
+                self.running[lane] = [index, self.cost[index % self.count]]
+        return bool(self.running)
+
+    def _speeds(self) -> dict[Lane, float]:
+        """Work done a second by each running lane that gets on; an update goes before an op on the same processors."""
+        speed: dict[Lane, float] = dict.fromkeys(self.running, 1.0)
+        if "io" in speed:
+            for lane in ("compute", "update"):
+                if lane in speed:
+                    speed[lane] = self.kept
+        if self.shared and "update" in speed:
+            speed.pop("compute", None)
+        return speed
+
+    def _finish(self, index: int) -> None:
+        self.done_at[index] = self.now
+        for follower in self.followers[index]:
+            self.missing[follower] -= 1
+            if not self.missing[follower]:
+                self._enter(follower)

@@ -12,10 +12,15 @@ from typing import Literal
 PAGE = 4096
 """Bytes: the grain of every address, extent and tile (what direct I/O asks for on usual drives)."""
 
-Life = Literal["durable", "carried", "local"]
-"""durable: has a home, survives the process. carried: lives from one step into the next. local: dies inside a step."""
+Life = Literal["durable", "carried", "passing", "local"]
+"""durable: has a home, survives the process. carried: lives from one pass into the next. passing: dies inside a pass,
+and may be spilled to NVME before. local: dies inside a pass and never leaves its tier.
+"""
 
-Lane = Literal["io", "compute", "update"]
+Tier = Literal["HOST", "DEVICE"]
+"""Where an op finds its bytes. NVME is where the others wait."""
+
+Lane = Literal["io", "h2d", "compute", "d2h", "update"]
 Moves = Literal["no", "later", "earlier"]
 
 
@@ -26,13 +31,14 @@ def pages(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One kind of one unit: the thing that is placed. `nbytes` is a multiple of `PAGE`."""
+    """One kind of one unit: the thing that is placed. `nbytes` is a multiple of `PAGE`. What is on DEVICE is local."""
 
     name: str
     unit: str
     kind: str
     nbytes: int
     life: Life
+    tier: Tier = "HOST"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +56,9 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One computation. A `tiled` op may be cut into tiles: all its blocks have the same layout and size.
+    """One computation, or one copy between HOST and DEVICE (lanes h2d and d2h: reads one block, defines the other).
+
+    A `tiled` op may be cut into tiles: all its blocks have the same layout and size.
 
     `moves` says in which direction the planner may shift the op past others that share no block with it, so that it
     runs beside them. `flops` are floating-point operations of one execution, `seconds` what it was measured to take
@@ -64,6 +72,11 @@ class Op:
     seconds: float = 0.0
     tiled: bool = False
     moves: Moves = "no"
+
+    @property
+    def computes(self) -> bool:
+        """True for the ops by which a pass is counted: those that the caller enters, one after the other."""
+        return self.lane == "compute" and not self.tiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +113,7 @@ def make_workload(blocks: Iterable[Block], programs: Iterable[Program]) -> Workl
     by_program = {program.name: program for program in programs}
     for block in by_name.values():
         assert block.nbytes > 0 and block.nbytes % PAGE == 0, block
+        assert block.tier == "HOST" or block.life == "local", block
     for program in by_program.values():
         for op in program.ops:
             sizes = {by_name[touch.block].nbytes for touch in op.touches}
@@ -116,21 +130,26 @@ def conflict(a: Op, b: Op) -> bool:
     return bool(writes_a & all_b or writes_b & all_a)
 
 
-def spread(program: Program, lag: int) -> Program:
-    """Shift each movable op past up to `lag` whole ops it does not conflict with, so that it can run beside them."""
+def spread(program: Program, lag: int, copies_ahead: int = 1) -> Program:
+    """Shift each movable op past whole ops it does not conflict with, so that it can run beside them: a tiled op past
+    up to `lag` of those that compute, a copy past up to `copies_ahead`.
+    """
     ops = list(program.ops)
     for direction in ("later", "earlier"):
         movable = [op for op in ops if op.moves == direction]
         for op in reversed(movable) if direction == "later" else movable:
-            _shift(ops, op, lag, 1 if direction == "later" else -1)
+            _shift(ops, op, lag if op.tiled else copies_ahead, 1 if direction == "later" else -1)
     return replace(program, ops=tuple(ops))
 
 
-def _shift(ops: list[Op], op: Op, lag: int, stride: int) -> None:
-    at = ops.index(op)
-    for _ in range(lag):
-        beside = at + stride
-        if not 0 <= beside < len(ops) or ops[beside].tiled or conflict(op, ops[beside]):
-            return
-        ops[at], ops[beside] = ops[beside], op
-        at = beside
+def _shift(ops: list[Op], op: Op, most: int, stride: int) -> None:
+    at = beside = next(index for index, other in enumerate(ops) if other is op)
+    passed = 0
+    while passed < most:
+        beside += stride
+        if not 0 <= beside < len(ops) or (op.tiled and ops[beside].tiled) or conflict(op, ops[beside]):
+            break
+        if ops[beside].computes:
+            passed += 1
+            ops.insert(beside, ops.pop(at))
+            at = beside

@@ -1,0 +1,133 @@
+"""Measures memory and processors: copies within the host and to a device, the AdamW kernel, matrix products.
+
+Scope: rates of one operation each, on operands that come from memory and not from a cache.
+Not here: drives (`measure_disk.py`), how much memory there is (`limits.py`), whole units of a model (the trainer's).
+
+State of proof: on machines without CUDA the copies to and from a device have not been run.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import date
+
+import torch
+
+from tiering.hardware import Rate
+
+MiB = 1 << 20
+COPY_BYTES = 256 * MiB
+REPEATS = 4
+BUSY_S = 0.3
+
+
+def product_shape(width: int, tokens: int, memory: int) -> tuple[int, int]:
+    """(width, tokens) of the product to time: as asked, halved until its three matrices fit in `memory` bytes."""
+    while 4 * (5 * tokens * width + 4 * width * width) > memory and max(width, tokens) > 16:
+        width, tokens = (width // 2, tokens) if width >= tokens else (width, tokens // 2)
+    return width, tokens
+
+
+def update_elements(memory: int) -> int:
+    """Elements of each of an update's four tensors: 32 MiB, which come from memory and not from a cache, as those of a
+    run do; less if `memory` bytes are less.
+    """
+    return max(1024, min(1 << 23, memory // 16))
+
+
+def compute_rate(width: int, tokens: int, device: str = "cpu") -> Rate:
+    """FLOP/s of [tokens, width] x [width, 4 width] in FP32, the best of a few. 2 flops a multiply and add."""
+    return product_rate(tokens, width, 4 * width, device=device)
+
+
+def product_rate(rows: int, inner: int, columns: int, *, device: str = "cpu", repeats: int = 8) -> Rate:
+    """FLOP/s of [rows, inner] x [inner, columns] in FP32: 2 rows inner columns, by the best of a few."""
+    a, b = torch.rand(rows, inner, device=device), torch.rand(inner, columns, device=device)
+    out = torch.empty(rows, columns, device=device)
+    best_s = min(timed(lambda: torch.mm(a, b, out=out), device) for _ in range(repeats))
+    where = "" if device == "cpu" else f" on {device}"
+    return _measured(
+        2 * rows * inner * columns / best_s, f"FP32 matmul [{rows}, {inner}] x [{inner}, {columns}]{where}"
+    )
+
+
+def update_rate(count: int) -> Rate:
+    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU."""
+    parameter, gradient, mean, square = (torch.rand(count) for _ in range(4))
+    step = torch.ones(())
+
+    def run() -> None:
+        torch._fused_adamw_(
+            [parameter], [gradient], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    repeats = max(REPEATS, min(64, COPY_BYTES // (16 * count)))  # a short run is disturbed more easily
+    best_s = min(timed(run) for _ in range(repeats))
+    return _measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes")
+
+
+def host_copy_rate(nbytes: int = COPY_BYTES) -> Rate:
+    """Bytes/s copied from one pageable host buffer to another (each byte is read once and written once)."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    best_s = min(timed(lambda: target.copy_(source)) for _ in range(REPEATS))
+    return _measured(nbytes / best_s, f"host copy, pageable, buffers of {nbytes / MiB:.0f} MiB")
+
+
+def device_copy_rates(nbytes: int = COPY_BYTES) -> dict[str, Rate]:
+    """Bytes/s between host and CUDA device by direction and kind of host memory; empty without CUDA.
+
+    `both` counts the bytes of both directions at once, each on a stream of its own. Only pinned memory is copied by
+    the device itself; pageable memory passes through a buffer of the driver.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    rates: dict[str, Rate] = {}
+    down, up = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for kind in ("pinned", "pageable"):
+        source, target = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=kind == "pinned") for _ in range(2))
+
+        def h2d(source: torch.Tensor = source) -> None:
+            with torch.cuda.stream(streams[0]):
+                down.copy_(source, non_blocking=True)
+
+        def d2h(target: torch.Tensor = target) -> None:
+            with torch.cuda.stream(streams[1]):
+                target.copy_(up, non_blocking=True)
+
+        def both(h2d: Callable[[], None] = h2d, d2h: Callable[[], None] = d2h) -> None:
+            h2d()
+            d2h()
+
+        for name, copy, moved in (("h2d", h2d, nbytes), ("d2h", d2h, nbytes), ("both", both, 2 * nbytes)):
+            best_s = min(timed(copy, "cuda") for _ in range(1 + REPEATS))
+            rates[f"{name}_{kind}"] = _measured(
+                moved / best_s, f"{name} copy, {kind}, buffers of {nbytes / MiB:.0f} MiB"
+            )
+    return rates
+
+
+def busy_seconds(width: int, tokens: int, for_s: float = BUSY_S) -> float:
+    """Seconds that one matrix product takes on the CPU, as a mean over `for_s`: for a comparison with a busy drive."""
+    a, b = torch.rand(tokens, width), torch.rand(width, 4 * width)
+    out = torch.mm(a, b)
+    begin_s, count = time.perf_counter(), 0
+    while (took_s := time.perf_counter() - begin_s) < for_s or not count:
+        torch.mm(a, b, out=out)
+        count += 1
+    return took_s / count
+
+
+def timed(work: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds of one call, with what it started on the device; never 0."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return max(time.perf_counter() - begin_s, 1e-9)
+
+
+def _measured(per_s: float, how: str) -> Rate:
+    return Rate(per_s=per_s, source="measured", how=how, date=date.today().isoformat())
