@@ -6,11 +6,13 @@ Not here: what only the model or torch can tell (`prepare.py`).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
+from megatrain.estimate import estimate
 from megatrain.programs import UnitSize, training_workload
 from megatrain.shapes import unit_sizes
 from tiering.choose import refuse_engine
@@ -28,9 +30,13 @@ def refuse_early(run: RunConfig) -> None:
     if run.device == "cuda":
         raise UserError("device: cuda is not supported yet. Fix: device: cpu")
     refuse_engine(run.tiers.engine, run.tiers.nvme[0])
-    sizes = unit_sizes(run.model.json_config())
-    if sizes is not None:
-        refuse_budget(run, sizes)
+    config = run.model.json_config()
+    sizes = unit_sizes(config)
+    costs = estimate(config, run.train.micro_batch, run.data.seq_len)
+    if sizes is not None and costs is not None:
+        micro_batches = run.train.batch // run.train.micro_batch
+        inputs = {name: micro_batches * cost.input_bytes for name, cost in costs.items()}
+        refuse_budget(run, [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes])
     else:
         host_budget(run)
 

@@ -51,11 +51,11 @@ def prepare(run: RunConfig) -> Prepared:
     """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written."""
     refuse_early(run)
     units = find_units(build(model_config(run.model.json_config())))
-    refuse_budget(run, [unit.size() for unit in units])
     budget = host_budget(run)
     checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
     costs = profile(units, run.train.micro_batch, run.data.seq_len)
     micro_batches = run.train.batch // run.train.micro_batch
+    refuse_budget(run, _costed(units, costs, {}, micro_batches))
     lines = tuple(_compute_lines(units, costs, micro_batches))
     _refuse_compute(run, lines)
     hardware = _measured(run, units, budget)
@@ -88,12 +88,18 @@ def forward_plan(run: RunConfig, units: Units) -> Plan:
 def _measured(run: RunConfig, units: Units, budget: int) -> Hardware:
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
-    return measure(run.tiers.nvme[0], width=min(text.hidden_size, 4096), tokens=min(tokens, 4096), memory=budget)
+    return measure(
+        run.tiers.nvme[0],
+        width=min(text.hidden_size, 4096),
+        tokens=min(tokens, 4096),
+        memory=budget,
+        steals=True,
+    )
 
 
 def _timed(run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware) -> dict[str, UnitTime]:
     """Measured seconds of each unit; nothing where measuring would itself take long."""
-    flops = sum(cost.forward_flops + cost.backward_flops for cost in {id(c): c for c in costs.values()}.values())
+    flops = sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values()))
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
     return time_units(units, run.train.micro_batch, run.data.seq_len)

@@ -1,84 +1,73 @@
-"""Unit sizes of well-known architectures by arithmetic on their config alone: the answer before torch is imported.
+"""Unit sizes and parameters of well-known architectures by arithmetic on their config, before torch is imported.
 
-Scope: enough to refuse a budget that is too small within a second. The tests hold every figure here against the model
-itself; a config that this file does not know in full gives None, and the model is asked.
-Not here: the model's real layout (`model.py`), which is what a run uses.
+Scope: bytes of each unit, parameters in all, parameters that one token uses. The tests hold every figure against the
+model itself; a config that is not known in full gives None, and the model is asked.
+Not here: which config means which parts (`families.py`), the model's real layout, which a run uses (`model.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatrain.anatomy import Anatomy, Experts, norm_tensors
+from megatrain.families import anatomy
 from megatrain.programs import UnitSize
 from tiering.workload import pages
 
 ALIGN = 16  # elements; as `model.ALIGN`
 
-_TIED = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "mixtral": False, "gemma3_text": True}
-"""Architectures of one family, and whether they tie their embeddings where the config does not say."""
-
 
 def unit_sizes(config: Mapping[str, Any]) -> list[UnitSize] | None:
     """Units in the order of a forward with their bytes, or None if the config says too little or something unknown."""
-    try:
-        if config["model_type"] == "gpt2":
-            return _gpt2(config)
-        if config["model_type"] in _TIED:
-            return _family(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return None
-    return None
+    found = anatomy(config)
+    return None if found is None else sizes_of(found)
 
 
-def _nbytes(numels: Sequence[int]) -> int:
-    """Bytes of a unit: each tensor starts at a multiple of 16 elements, the whole is padded to pages."""
-    top = sum(-(-numel // ALIGN) * ALIGN for numel in numels[:-1])
-    return pages(4 * (top + numels[-1]))
-
-
-def _family(config: Mapping[str, Any]) -> list[UnitSize]:
-    kind = config["model_type"]
-    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
-    head = config["head_dim"] if kind in ("gemma3_text", "qwen3") else config.get("head_dim") or hidden // heads
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError("biases: ask the model")
-    queries, keys = heads * head, kv_heads * head
-    attention = [queries * hidden, keys * hidden, keys * hidden, hidden * queries]
-    if kind == "qwen2":
-        attention = [queries * hidden, queries, keys * hidden, keys, keys * hidden, keys, hidden * queries]
-    if kind in ("qwen3", "gemma3_text"):
-        attention += [head, head]
-    mlp = [inner * hidden] * 3
-    if kind == "mixtral":
-        experts = config["num_local_experts"]
-        mlp = [experts * hidden, experts * 2 * inner * hidden, experts * hidden * inner]
-    norms = [hidden] * (4 if kind == "gemma3_text" else 2)
-    layer = _nbytes([*attention, *mlp, *norms])
-    units = [UnitSize(name="model.embed_tokens", nbytes=_nbytes([vocabulary * hidden]))]
-    units += [UnitSize(name=f"model.layers.{number}", nbytes=layer) for number in range(layers)]
-    units.append(UnitSize(name="model.norm", nbytes=_nbytes([hidden])))
-    return [*units, _head(config.get("tie_word_embeddings", _TIED[kind]), units[0])]
-
-
-def _gpt2(config: Mapping[str, Any]) -> list[UnitSize]:
-    hidden, layers = config["n_embd"], config["n_layer"]
-    inner = config.get("n_inner") or 4 * hidden
-    if config.get("add_cross_attention"):
-        raise ValueError("cross attention: ask the model")
-    attention = [3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
-    mlp = [hidden * inner, inner, inner * hidden, hidden]
-    norm = [hidden, hidden]
-    layer = _nbytes([*norm, *attention, *norm, *mlp])
-    units = [
-        UnitSize(name="transformer.wte", nbytes=_nbytes([config["vocab_size"] * hidden])),
-        UnitSize(name="transformer.wpe", nbytes=_nbytes([config["n_positions"] * hidden])),
+def sizes_of(model: Anatomy) -> list[UnitSize]:
+    """Units in the order of a forward with their bytes."""
+    units = [UnitSize(name=table.name, nbytes=_nbytes([table.rows * model.hidden])) for table in model.embeddings]
+    known = {layer: _nbytes(layer.tensors()) for layer in set(model.layers)}
+    units += [
+        UnitSize(name=f"{model.layers_name}.{number}", nbytes=known[layer]) for number, layer in enumerate(model.layers)
     ]
-    units += [UnitSize(name=f"transformer.h.{number}", nbytes=layer) for number in range(layers)]
-    units.append(UnitSize(name="transformer.ln_f", nbytes=_nbytes(norm)))
-    return [*units, _head(config.get("tie_word_embeddings", True), units[0])]
+    units.append(UnitSize(name=model.norm_name, nbytes=_nbytes(norm_tensors(model.norm, model.hidden))))
+    if model.tied:
+        return [*units, UnitSize(name=model.head_name, nbytes=0, borrows=(units[0].name,))]
+    return [*units, UnitSize(name=model.head_name, nbytes=_nbytes([model.vocabulary * model.hidden]))]
 
 
-def _head(tied: bool, embedding: UnitSize) -> UnitSize:
-    if tied:
-        return UnitSize(name="lm_head", nbytes=0, borrows=(embedding.name,))
-    return UnitSize(name="lm_head", nbytes=embedding.nbytes)
+def _nbytes(numels: Iterable[int]) -> int:
+    """Bytes of a unit: each tensor starts at a multiple of 16 elements, the whole is padded to pages."""
+    return pages(4 * sum(-(-numel // ALIGN) * ALIGN for numel in numels))
+
+
+def parameters(config: Mapping[str, Any]) -> int | None:
+    """Parameters of the model, tied ones counted once; None as `unit_sizes`.
+
+    >>> tiny = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+    ...         "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": True}
+    >>> parameters(tiny)
+    6224
+    """
+    found = anatomy(config)
+    return None if found is None else parameters_of(found)
+
+
+def parameters_of(model: Anatomy) -> int:
+    """Parameters, tied ones counted once."""
+    known = {layer: sum(layer.tensors()) for layer in set(model.layers)}
+    tables = sum(table.rows for table in model.embeddings) + (0 if model.tied else model.vocabulary)
+    norm = sum(norm_tensors(model.norm, model.hidden))
+    return tables * model.hidden + sum(known[layer] for layer in model.layers) + norm
+
+
+def active_parameters(config: Mapping[str, Any]) -> int | None:
+    """Parameters that one token is computed with: of the experts those that it is routed to; None as `unit_sizes`."""
+    found = anatomy(config)
+    if found is None:
+        return None
+    idle = {
+        layer: sum(layer.mlp.stacked()) // layer.mlp.experts * (layer.mlp.experts - layer.mlp.routed)
+        for layer in set(found.layers)
+        if isinstance(layer.mlp, Experts)
+    }
+    return parameters_of(found) - sum(idle.get(layer, 0) for layer in found.layers)
