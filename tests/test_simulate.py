@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from toy import toy_units
 
 from megatrain.programs import training_workload
@@ -193,3 +195,76 @@ def test_more_memory_never_predicts_a_slower_step(deferred: bool, resident: floa
     slack = 1.001 if resident is None else 1.05
     slower = [(less, more) for less, more in pairwise(predicted) if more[1] > less[1] * slack]
     assert len(predicted) > 3 and not slower, f"(budget, seconds): {slower}"
+
+
+def rates() -> st.SearchStrategy[Rate]:
+    """Of a slow drive up to memory, in bytes/s."""
+    return st.floats(2e8, 2e11).map(rate)
+
+
+@st.composite
+def any_machine(draw: st.DrawFn, *, device: bool) -> Hardware:
+    read, write = draw(rates()), draw(rates())
+    return Hardware(
+        read=read,
+        write=write,
+        mixed=draw(st.one_of(st.none(), st.just(rate(min(read.per_s, write.per_s) * 0.8)))),
+        compute=rate(draw(st.floats(1e9, 1e13))),
+        update=draw(rates()),
+        h2d=draw(rates()) if device else None,
+        d2h=draw(rates()) if device else None,
+        update_beside_compute=device or draw(st.booleans()),
+        io_steals=0.0 if device else draw(st.sampled_from([0.0, 0.1, 0.4])),
+    )
+
+
+@st.composite
+def planning_problems(draw: st.DrawFn) -> tuple[Workload, Hardware, bool]:
+    """A training step of any shape, on any machine, with or without memory of its own to compute in."""
+    device = draw(st.booleans())
+    units = toy_units(
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 700)) * PAGE,
+        draw(st.integers(1, 3000)) * PAGE,
+        tied=draw(st.booleans()),
+        norm=draw(st.sampled_from([0, PAGE])),
+        activation=draw(st.sampled_from([0, 0, 40, 900])) * PAGE,
+        flops_per_byte=draw(st.floats(1, 1e5)),
+    )
+    return training_workload(units, deferred=draw(st.booleans())), draw(any_machine(device=device)), device
+
+
+@given(planning_problems(), st.floats(0, 1.2))
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_plan_of_any_step_lies_between_its_bounds(problem: tuple[Workload, Hardware, bool], share: float) -> None:
+    """P4, P5: no plan beats its busiest resource, and none is slower than one action after the other."""
+    workload, hardware, device = problem
+    total = sum(block.nbytes for block in workload.blocks.values())
+    try:
+        plan = make_plan(workload, hardware, round(share * total), None, 2 * total if device else None)
+    except BudgetError:
+        return
+    timeline = plan.timeline
+    assert timeline.limit_s * (1 - ROUNDING) <= timeline.pass_s <= timeline.serial_s * (1 + ROUNDING), (
+        f"{plan.knobs}\nbusy {timeline.busy()} s, predicted {timeline.pass_s} s, in a row {timeline.serial_s} s"
+    )
+
+
+@given(planning_problems(), st.lists(st.floats(0.05, 1.2), min_size=2, max_size=4))
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_more_memory_never_predicts_a_slower_step_of_any_kind(
+    problem: tuple[Workload, Hardware, bool], shares: list[float]
+) -> None:
+    """P5: who buys memory is never promised less speed for it (to 0.2 %, what the planner counts as equal)."""
+    workload, hardware, device = problem
+    total = sum(block.nbytes for block in workload.blocks.values())
+    found: list[tuple[int, float, object]] = []
+    for budget in sorted(round(share * total) for share in shares):
+        try:
+            plan = make_plan(workload, hardware, budget, None, 2 * total if device else None)
+        except BudgetError:
+            assert not found, f"{budget} bytes do not fit, {found[-1][0]} did"
+            continue
+        found.append((budget, plan.timeline.pass_s, plan.knobs))
+    slower = [(less, more) for less, more in pairwise(found) if more[1] > less[1] * 1.002]
+    assert not slower, f"(budget, seconds, knobs): {slower}"

@@ -31,6 +31,12 @@ _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
 
 
+_LEAN, _NEAR_LIMIT = (15 / 16, 7 / 8, 3 / 4), 1.005
+"""Lanes that take the first ready action can lose some time by a byte more in HOST (an anomaly of list scheduling). So
+that nobody pays for it, a plan that is not near its bound is held against some that leave a part of the budget unused.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """Bytes that the arenas may take. device_bytes None: ops compute on HOST."""
@@ -110,18 +116,25 @@ def _best(
     main, gain = _main(workload).name, _gain(workload)
     best: tuple[_Lowered, Schedule, Timeline] | None = None
     least: _Lowered | None = None
-    for knobs in candidates:
-        lowered = _fill(workload, knobs, gain, budget.host_bytes, resident)
+
+    def look(knobs: Knobs, host_bytes: int) -> None:
+        nonlocal best, least
+        lowered = _fill(workload, knobs, gain, host_bytes, resident)
         if not lowered.fits(budget):
             least = lowered if least is None or lowered.over(budget) < least.over(budget) else least
-            continue
+            return
         if best is not None and not _promising(workload, hardware, lowered.drafts[main], best[2]):
-            continue
+            return
         schedule = lowered.drafts[main].schedule()
         timeline = simulate(schedule, workload, hardware)
         if best is None or _better(timeline, best[2]):
             best = (lowered, schedule, timeline)
+
+    for knobs in candidates:
+        look(knobs, budget.host_bytes)
     if best is not None:
+        for lean in _LEAN if best[2].pass_s > best[2].limit_s * _NEAR_LIMIT else ():
+            look(best[0].knobs, int(lean * budget.host_bytes))
         return _plan(workload, hardware, *best)
     assert least is not None
     raise BudgetError(_refusal(workload, least, budget, resident))
