@@ -57,7 +57,7 @@ def train(
 ) -> None:
     """Train as the run file says."""
     with reported(debug):
-        run = _accepted(run_file, overrides)
+        run = accepted(run_file, overrides)
         from megatrain.trainer import train as start
 
         code = start(run, resume=resume, console=Console())
@@ -68,7 +68,7 @@ def train(
 def plan(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Say where every byte will live, how long a step will take, and whether it fits; trains nothing."""
     with reported(debug):
-        run = _accepted(run_file, overrides)
+        run = accepted(run_file, overrides)
         with stdout_kept(as_json):
             from megatrain.report import plan_report
 
@@ -89,7 +89,7 @@ def verify(
 ) -> None:
     """Run the same steps tiered and as a plain loop, and compare every bit; exit code 1 if any differs."""
     with reported(debug):
-        run = _accepted(run_file, overrides)
+        run = accepted(run_file, overrides)
         with stdout_kept(as_json):
             from megatrain.verify import verify as compare
 
@@ -150,7 +150,31 @@ def measure(
             render(file, out, Console())
 
 
-def _accepted(run_file: Path, overrides: list[str] | None) -> RunConfig:
+@app.command(epilog="Example: megatrain doctor --path /mnt/nvme")
+def doctor(
+    path: Annotated[Path | None, typer.Option("--path", metavar="DIR", help="A folder for the NVMe tier.")] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option("--pin", metavar="[Nx]SIZE", help="Buffers to lock, such as 64MiB or 4x1GiB.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say what this machine has, what will be used, and what to do; exit code 1 if a run cannot work here."""
+    with reported(debug):
+        with stdout_kept(as_json):
+            from megatrain.doctor import examine, parse_buffers
+            from megatrain.environment import gather
+
+            wanted = [nbytes for text in pin or () for nbytes in parse_buffers(text)]
+            report = examine(gather(), path, wanted)
+        if as_json:
+            print_json(report.as_json())
+        else:
+            report.render(Console())
+    raise typer.Exit(0 if report.healthy else FAILED)
+
+
+def accepted(run_file: Path, overrides: list[str] | None) -> RunConfig:
     """The run, after every check that needs neither the model nor the device; nothing has been written yet."""
     run = load_run(run_file, overrides or ())
     run.check_files()

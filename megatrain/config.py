@@ -237,6 +237,7 @@ class TiersConfig(_Section):
     engine: Literal["auto", "posix", "kvikio"] = "auto"
     resident: Annotated[Literal["auto"] | float, BeforeValidator(_share)] = "auto"
     serial: bool = False
+    hardware: _Path | None = None
 
     @field_validator("resident")
     @classmethod

@@ -17,12 +17,13 @@ from megatrain.programs import UnitSize, training_workload
 from megatrain.shapes import unit_sizes
 from tiering.choose import refuse_engine
 from tiering.errors import BudgetError
+from tiering.hardware_file import load
 from tiering.limits import memory_limit
 from tiering.plan import refuse
 
 
 def refuse_early(run: RunConfig) -> None:
-    """Raises UserError, BudgetError or EngineError for a run that cannot work, as far as can be told without torch."""
+    """Raises UserError or a TieringError for a run that cannot work, as far as can be told without torch."""
     if len(run.tiers.nvme) > 1:
         raise UserError(
             f"tiers.nvme: {len(run.tiers.nvme)} folders; several drives are not supported yet. Fix: give one"
@@ -30,6 +31,8 @@ def refuse_early(run: RunConfig) -> None:
     if run.device == "cuda":
         raise UserError("device: cuda is not supported yet. Fix: device: cpu")
     refuse_engine(run.tiers.engine, run.tiers.nvme[0])
+    if run.tiers.hardware is not None:
+        load(run.tiers.hardware)
     config = run.model.json_config()
     sizes = unit_sizes(config)
     costs = estimate(config, run.train.micro_batch, run.data.seq_len)

@@ -4,6 +4,7 @@ Scope: the order of refusals (cheapest first), the memory that computing takes b
 Not here: the plan itself (`tiering/plan.py`), showing it (`report.py`), carrying it out (`trainer.py`).
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,9 @@ from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
 from megatrain.timing import UnitTime, time_units
 from megatrain.unit_cost import UnitCost
+from megatrain.workspace import WORKING_ROOM, compute_lines
 from tiering.hardware import Hardware, assumed_hardware
+from tiering.hardware_file import load
 from tiering.measure import measure
 from tiering.plan import Line, Plan, make_plan
 from tiering.workload import Workload
@@ -56,7 +59,8 @@ def prepare(run: RunConfig) -> Prepared:
     costs = profile(units, run.train.micro_batch, run.data.seq_len)
     micro_batches = run.train.batch // run.train.micro_batch
     refuse_budget(run, _costed(units, costs, {}, micro_batches))
-    lines = tuple(_compute_lines(units, costs, micro_batches))
+    room = Line(what="threads and bookkeeping", nbytes=WORKING_ROOM)
+    lines = (*compute_lines(costs, units.head.name, micro_batches), room)
     _refuse_compute(run, lines)
     hardware = _measured(run, units, budget)
     times = _timed(run, units, costs, hardware)
@@ -64,6 +68,7 @@ def prepare(run: RunConfig) -> Prepared:
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
     with in_settings():
         plan = make_plan(workload, hardware, budget, resident_share(run))
+    importlib.import_module("zarr")  # the store will: what it takes belongs to the baseline
     return Prepared(
         run=run,
         units=units,
@@ -86,6 +91,9 @@ def forward_plan(run: RunConfig, units: Units) -> Plan:
 
 
 def _measured(run: RunConfig, units: Units, budget: int) -> Hardware:
+    """Rates of this machine: from the file that the run names, else measured now."""
+    if run.tiers.hardware is not None:
+        return load(run.tiers.hardware).hardware()
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
     return measure(
@@ -120,20 +128,6 @@ def _costed(
             backward_s=micro_batches * times.get(unit.name, unknown).backward_s,
         )
         for unit in units
-    ]
-
-
-def _compute_lines(units: Units, costs: Mapping[str, UnitCost], micro_batches: int) -> list[Line]:
-    """Memory that torch takes beside the arena, at its peak.
-
-    in flight: a unit's output twice while micro-batches are joined, its input, and the gradient of one boundary twice.
-    workspace: the widest backward of one micro-batch.
-    """
-    inner = [costs[unit.name] for unit in units if unit is not units.head]
-    widest = max(cost.output_bytes for cost in inner)
-    return [
-        Line(what="outputs and gradients in flight", nbytes=5 * micro_batches * widest),
-        Line(what="workspace of one micro-batch", nbytes=max(cost.workspace_bytes for cost in costs.values())),
     ]
 
 

@@ -134,7 +134,7 @@ def _head_cost(units: Units, hidden: torch.Tensor) -> UnitCost:
     elements = shape.numel() * vocabulary
     flops = 2.0 * elements * hidden.shape[-1]
     return UnitCost(
-        forward_flops=flops, backward_flops=2 * flops, workspace_bytes=18 * elements, output_bytes=4, assumed=True
+        forward_flops=flops, backward_flops=3 * flops, workspace_bytes=18 * elements, output_bytes=4, assumed=True
     )
 
 

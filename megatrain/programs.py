@@ -135,7 +135,7 @@ class _Step:
         """The head: its forward, the loss and, in training, its backward while the logits are there."""
         unit = self.units[-1]
         grads = self.grads(unit, set()) if train else ()
-        flops = unit.forward_flops + (unit.backward_flops if train else 0.0)
+        flops = unit.backward_flops if train else unit.forward_flops  # nothing is computed again
         touches = (*self.reads(unit), *grads)
         return Op(name=HEAD, lane="compute", touches=touches, flops=flops, seconds=unit.forward_s + unit.backward_s)
 

@@ -1,6 +1,7 @@
 """Sizes, times and rates: from what people type to int bytes, and back to what people read.
 
-Scope: `parse_size` for run files and options; `format_*` for reports. The only place where GiB and GB/s exist.
+Scope: `parse_size` and `parse_count` for run files and options; `format_*` for reports. The only place where GiB and
+GB/s exist.
 Not here: which size a run needs (`tiering/plan.py`), the run file itself (`megatrain/config.py`).
 """
 
@@ -40,6 +41,33 @@ def parse_size(value: object) -> int:
     if nbytes > _LARGEST:
         raise ValueError(f"{value!r} is more than any machine has ({_LARGEST} bytes): {EXAMPLE}")
     return nbytes
+
+
+_COUNT = re.compile(
+    r"\s*(?P<number>[0-9][0-9_]*(?:\.[0-9]*)?(?:[eE]\+?[0-9]{1,2})?)\s*(?P<unit>[KMBT]?)\s*", re.IGNORECASE
+)
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(text: str) -> int:
+    """How many: `65536`, `1e9`, `300B`, `1.5T` (powers of 1000). Raises ValueError for what is no count above zero.
+
+    >>> parse_count("15T"), parse_count("1e9")
+    (15000000000000, 1000000000)
+    """
+    match = _COUNT.fullmatch(text)
+    count = int(Decimal(match["number"].replace("_", "")) * _COUNTS[match["unit"].upper()]) if match else 0
+    if count < 1:
+        raise ValueError(f"{text!r} is no count: write it like 65536, 1e9, 300B or 15T")
+    return count
+
+
+def format_count(count: float) -> str:
+    """`842`, `23.9M`, `70.6B`, `1.03T`, in powers of 1000."""
+    for unit, power in (("T", 4), ("B", 3), ("M", 2), ("K", 1)):
+        if abs(count) >= 1000**power and (power > 1 or abs(count) >= 10_000):
+            return f"{count / 1000**power:.3g}{unit}"
+    return f"{count:.3g}" if abs(count) < 100 else f"{count:.0f}"
 
 
 def format_size(nbytes: float) -> str:

@@ -248,6 +248,24 @@ class _Call:
         return [out.expand(height, *out.shape[1:]) if out.shape[0] == 1 else out for out in outputs]
 
 
+class _Rows:
+    """What the micro-batches hand on, put together as it comes: the whole of it exists once."""
+
+    def __init__(self, call: _Call) -> None:
+        self._only = len(call.micro_batches) == 1
+        self._height = call.rows
+        self.whole: list[torch.Tensor] = []
+
+    def put(self, rows: slice, parts: list[torch.Tensor]) -> None:
+        if self._only:
+            self.whole = parts
+            return
+        if not self.whole:
+            self.whole = [part.new_empty((self._height, *part.shape[1:])) for part in parts]
+        for whole, part in zip(self.whole, parts, strict=True):
+            whole[rows] = part
+
+
 class _Streamed(torch.autograd.Function):
     """A unit: forward on leased weights without grad, backward by recomputing."""
 
@@ -258,7 +276,7 @@ class _Streamed(torch.autograd.Function):
         ctx.call = call
         call.rng = torch.get_rng_state() if _draws(call.unit) else None
         owner, unit = call.owner, call.unit
-        results: list[list[torch.Tensor]] = []
+        results = _Rows(call)
         with owner._lend(f"fwd.{unit.name}") as views, bound(unit, owner._values(unit, views)):
             lent = call.activation(views, tensors[0].shape)
             if lent is not None:
@@ -267,17 +285,15 @@ class _Streamed(torch.autograd.Function):
             ctx.input_shape = tensors[0].shape
             for rows in call.micro_batches:
                 parts = [tensor[rows] if call.split(tensor) else tensor for tensor in tensors]
-                results.append(call.run(parts, rows))
-        if len(results) == 1:
-            return tuple(results[0])
-        return tuple(torch.cat(column) for column in zip(*results, strict=True))
+                results.put(rows, call.run(parts, rows))
+        return tuple(results.whole)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         owner, unit = call.owner, call.unit
         wanted: list[bool] = list(ctx.needs_input_grad[2:])
-        collected: list[list[torch.Tensor]] = [[] for _ in wanted]
+        collected = [_InputGradient() for _ in wanted]
         with owner._lend(f"bwd.{unit.name}") as views, _rng(call.rng):
             tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
             lent = call.activation(views, ctx.input_shape)
@@ -294,22 +310,36 @@ class _Streamed(torch.autograd.Function):
                     whole = len(call.micro_batches) == 1
                     torch.autograd.backward(outputs, [g if whole else g[rows] for g in gradients])
                     sink.end_micro_batch()
-                    for into, part, want in zip(collected, parts, wanted, strict=True):
-                        if want and part.grad is not None:
-                            into.append(part.grad)
-                    del outputs, parts
+                    for into, tensor, part in zip(collected, tensors, parts, strict=True):
+                        if part.grad is not None:
+                            into.add(part.grad, rows if call.split(tensor) else None, tensor.shape)
+                    del outputs, parts, part
             sink.close()
             owner._hand_on(unit, views)
-        return None, None, *(_joined(call, tensor, found) for tensor, found in zip(tensors, collected, strict=True))
+        return None, None, *(into.total() for into in collected)
 
 
-def _joined(call: _Call, tensor: torch.Tensor, found: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The gradient of an input from those of its micro-batches."""
-    if not found:
-        return None
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(list(found)) if call.split(tensor) else torch.stack(list(found)).sum(0)
+class _InputGradient:
+    """The gradient of an input from those of its micro-batches: rows beside each other, or a sum where all share it."""
+
+    def __init__(self) -> None:
+        self._whole: torch.Tensor | None = None
+        self._shared: list[torch.Tensor] = []
+
+    def add(self, gradient: torch.Tensor, rows: slice | None, shape: torch.Size) -> None:
+        """rows: those that `gradient` is for; None: all of them use the whole input."""
+        if rows is None:
+            self._shared.append(gradient)
+            return
+        if self._whole is None:
+            self._whole = gradient.new_empty(shape)
+        self._whole[rows] = gradient
+
+    def total(self) -> torch.Tensor | None:
+        """None if nothing wanted it."""
+        if len(self._shared) > 1:
+            return torch.stack(self._shared).sum(0)
+        return self._shared[0] if self._shared else self._whole
 
 
 def _draws(unit: Unit) -> bool:

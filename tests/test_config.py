@@ -400,7 +400,7 @@ def test_known_keys_are_the_documented_ones() -> None:
         "train": "steps batch micro_batch max_grad_norm seed commit_every",
         "optimizer": "lr betas eps weight_decay",
         "device": "",
-        "tiers": "host_memory device_memory nvme engine resident serial",
+        "tiers": "host_memory device_memory nvme engine resident serial hardware",
         "output": "dir",
     }
     wanted = [key for name, keys in sections.items() for key in (name, *(f"{name}.{k}" for k in keys.split()))]

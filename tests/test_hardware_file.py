@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RunFile
 
+from megatrain.config import load_run
+from megatrain.fit import refuse_early
 from tiering.drive import DriveFacts
 from tiering.hardware import Rate
 from tiering.hardware_file import (
@@ -240,3 +243,17 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         dump(machine(drives=2), path)
     assert load(path) == machine()
     assert [p.name for p in tmp_path.iterdir()] == ["hardware.json"]
+
+
+def test_a_run_is_planned_with_the_rates_of_its_hardware_file(run_file: RunFile, tmp_path: Path) -> None:
+    """P5: rates that `megatrain measure` has kept are used as they are, and a file that is none is refused early."""
+    from megatrain.prepare import prepare  # here: it takes seconds to import
+
+    kept = tmp_path / "hardware.json"
+    dump(machine(), kept)
+    run = load_run(run_file({"tiers.hardware": str(kept)}), ())
+    refuse_early(run)
+    assert prepare(run).hardware == load(kept).hardware()
+    kept.write_text("{")
+    with pytest.raises(HardwareFileError, match=str(kept)):
+        refuse_early(run)

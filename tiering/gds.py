@@ -103,8 +103,10 @@ def probe(path: Path) -> str | None:
     """None if kvikio moves bytes to a file below `path` and back, otherwise the reason why not, in one line."""
     try:
         import kvikio  # noqa: F401
-    except (ImportError, OSError) as error:
+    except ImportError as error:
         return f"kvikio is not installed ({error}): pip install 'megatrain[gds]'"
+    except Exception as error:  # a native library that does not match the machine can raise anything
+        return f"kvikio cannot be imported ({type(error).__name__}: {_plain(error)})"
     payload = os.urandom(PROBE_NBYTES)
     page = bytearray(payload)
     try:
@@ -117,7 +119,7 @@ def probe(path: Path) -> str | None:
             engine.submit_write(extent, memoryview(page)).result()  # waits for the probe's write
             page[:] = bytes(PROBE_NBYTES)
             engine.submit_read(extent, memoryview(page)).result()  # waits for the probe's read
-    except (IOFailedError, OSError, RuntimeError) as error:
+    except (IOFailedError, OSError, RuntimeError, AttributeError) as error:  # the last one: another version's names
         return _plain(error.__cause__ or error)
     return None if page == payload else "kvikio read back other bytes than it wrote"
 

@@ -15,7 +15,7 @@ from tiering.homes import Placement, choose_homes, place
 from tiering.lower import Draft, Knobs
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, simulate
-from tiering.workload import Program, Workload, spread
+from tiering.workload import Program, Tier, Workload, spread
 
 MiB = 1 << 20
 
@@ -51,6 +51,23 @@ class Line:
 
     what: str
     nbytes: int
+
+
+class ShortError(BudgetError):
+    """No plan fits. tier: the one that is short; it needs `needed_bytes`, the sum of `lines`, and has `given_bytes`.
+    cause: what is to blame, for a person.
+    """
+
+    def __init__(self, tier: Tier, lines: tuple[Line, ...], given_bytes: int, cause: str, fix: str) -> None:
+        needed = sum(line.nbytes for line in lines)
+        rows = "\n".join(f"  {line.what:<34} {line.nbytes / MiB:>12.1f} MiB" for line in lines)
+        super().__init__(
+            f"{tier} needs {needed / MiB:.1f} MiB, the budget is {given_bytes / MiB:.1f} MiB. The least that works:\n"
+            f"{rows}\n  {'sum':<34} {needed / MiB:>12.1f} MiB\n"
+            + (f"{cause}\n" if cause else "")
+            + f"Fix: {fix.format(f'{-(-needed // MiB)}MiB')}."
+        )
+        self.tier, self.lines, self.needed_bytes, self.given_bytes, self.cause = tier, lines, needed, given_bytes, cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +150,12 @@ def _best(
     for knobs in candidates:
         look(knobs, budget.host_bytes)
     if best is not None:
-        for lean in _LEAN if best[2].pass_s > best[2].limit_s * _NEAR_LIMIT else ():
+        held_against = _LEAN if len(candidates) > 1 and best[2].pass_s > best[2].limit_s * _NEAR_LIMIT else ()
+        for lean in held_against:
             look(best[0].knobs, int(lean * budget.host_bytes))
         return _plan(workload, hardware, *best)
     assert least is not None
-    raise BudgetError(_refusal(workload, least, budget, resident))
+    raise _refusal(workload, least, budget, resident)
 
 
 def _promising(workload: Workload, hardware: Hardware, draft: Draft, best: Timeline) -> bool:
@@ -162,9 +180,14 @@ def _better(one: Timeline, other: Timeline) -> bool:
 def refuse(workload: Workload, host_budget: int, resident: float | None = None) -> None:
     """Raises `BudgetError`, as `make_plan` would, without knowing the machine: the quick answer to "does it fit"."""
     budget = Budget(host_bytes=host_budget)
-    lowered = _fill(workload, _scaled(workload)[-1], _gain(workload), host_budget, resident)
+    lowered = _fill(workload, frugal(workload), _gain(workload), host_budget, resident)
     if not lowered.fits(budget):
-        raise BudgetError(_refusal(workload, lowered, budget, resident))
+        raise _refusal(workload, lowered, budget, resident)
+
+
+def frugal(workload: Workload) -> Knobs:
+    """The knobs that take the least memory: what does not fit with them does not fit."""
+    return _scaled(workload)[-1]
 
 
 def _scaled(workload: Workload) -> list[Knobs]:
@@ -321,17 +344,13 @@ def _lines(workload: Workload, lowered: _Lowered) -> Iterable[Line]:
     yield Line(what="lost to fit", nbytes=widest.lost_bytes)
 
 
-def _refusal(workload: Workload, least: _Lowered, budget: Budget, resident: float | None) -> str:
+def _refusal(workload: Workload, least: _Lowered, budget: Budget, resident: float | None) -> ShortError:
     if budget.device_bytes is not None and least.device_bytes > budget.device_bytes:
-        return (
-            f"DEVICE needs {least.device_bytes / MiB:.1f} MiB for the blocks that ops compute on, the budget is "
-            f"{budget.device_bytes / MiB:.1f} MiB.\nFix: device_budget >= {-(-least.device_bytes // MiB)}MiB."
-        )
-    needed = least.host_bytes
-    rows = "\n".join(f"  {line.what:<34} {line.nbytes / MiB:>12.1f} MiB" for line in _lines(workload, least))
+        line = Line(what="blocks that ops compute on", nbytes=least.device_bytes)
+        return ShortError("DEVICE", (line,), budget.device_bytes, "", "device_budget >= {}")
+    tiles = workload.tile_only()
+    whole = [block for block in workload.blocks.values() if block.tier == "HOST" and block.name not in tiles]
+    widest = max(whole, key=lambda block: block.nbytes, default=None)
+    cause = f"The widest block in one piece is {widest.name}: {widest.nbytes / MiB:.1f} MiB." if widest else ""
     less = "" if not resident else f", or resident < {resident:g}"
-    return (
-        f"HOST needs {needed / MiB:.1f} MiB, the budget is {budget.host_bytes / MiB:.1f} MiB. The least that works:\n"
-        f"{rows}\n  {'sum':<34} {needed / MiB:>12.1f} MiB\n"
-        f"Fix: host_budget >= {-(-needed // MiB)}MiB{less}."
-    )
+    return ShortError("HOST", tuple(_lines(workload, least)), budget.host_bytes, cause, f"host_budget >= {{}}{less}")
