@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import psutil
 
+from megatrain.catalog.estimate import estimate
+from megatrain.catalog.shapes import unit_sizes
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
-from megatrain.estimate import estimate
 from megatrain.programs import UnitSize, training_workload
-from megatrain.shapes import unit_sizes
 from tiering.choose import refuse_engine
 from tiering.errors import BudgetError
 from tiering.hardware_file import load

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from megatrain.catalog.unit_cost import UnitCost
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
@@ -18,7 +19,6 @@ from megatrain.model import Units, build, find_units, model_config
 from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload, training_workload
 from megatrain.timing import UnitTime, time_units
-from megatrain.unit_cost import UnitCost
 from megatrain.workspace import WORKING_ROOM, compute_lines
 from tiering.hardware import Hardware, assumed_hardware
 from tiering.hardware_file import load

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain.catalog.unit_cost import UnitCost
 from megatrain.model import Slice, Unit, Units, bound, passing_on, weightless
-from megatrain.unit_cost import UnitCost
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """What `megatrain plan` says about a run: the forecast of what was prepared.
 
 Scope: `PlanReport`, from a prepared run to the record that `tierplan` makes too, its JSON object, its rendering.
-Not here: making the plan (`prepare.py`), the figures (`forecast.py`), their tables (`tables.py`).
+Not here: making the plan (`prepare.py`), the figures (`tierplan/forecast.py`), their tables (`tierplan/tables.py`).
 """
 
 from dataclasses import asdict, dataclass
@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from megatrain.catalog.shapes import active_parameters
 from megatrain.config import RunConfig
-from megatrain.forecast import Assumption, Forecast, Memory
 from megatrain.prepare import Prepared, prepare
-from megatrain.shapes import active_parameters
-from megatrain.sizing import assumed_rates
-from megatrain.tables import render
+from megatrain.tierplan.forecast import Assumption, Forecast, Memory
+from megatrain.tierplan.question import assumed_rates
+from megatrain.tierplan.tables import render
 from tiering.hardware import Drive
 from tiering.plan import Line
 

@@ -1,12 +1,12 @@
 """Memory that computing takes beside the arena, line by line, and the micro-batch that leaves room for the rest.
 
 Scope: what torch holds at its peak, what the libraries take before anything starts.
-Not here: what one unit takes (`profile.py`, `estimate.py`), the arena's own lines (`tiering/plan.py`).
+Not here: what one unit takes (`profile.py`, `catalog/estimate.py`), the arena's own lines (`tiering/plan.py`).
 """
 
 from collections.abc import Callable, Mapping
 
-from megatrain.unit_cost import UnitCost
+from megatrain.catalog.unit_cost import UnitCost
 from tiering.plan import Line
 
 GiB = 1 << 30

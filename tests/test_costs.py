@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.estimate import estimate
-from megatrain.known_models import resolve_model
+from megatrain.catalog.estimate import estimate
+from megatrain.catalog.known_models import resolve_model
+from megatrain.catalog.shapes import active_parameters
 from megatrain.programs import UnitSize, training_workload
-from megatrain.shapes import active_parameters
 from tiering.costs import (
     Busy,
     activation_bytes,

@@ -380,8 +380,8 @@ def test_planning_and_the_doctor_need_no_optional_library(fault: str, tmp_path: 
     path = {"PYTHONPATH": str(tmp_path / "lib")}
     tierplan = "--model smollm2-135m --host-memory 2GiB --nvme (7.0,6.0) --tokens 512 --seq 512 --json"
     code = (
-        "import sys; import megatrain, megatrain.cli, tiering.choose, tiering.gds; from megatrain import tierplan; "
-        "assert 'kvikio' not in sys.modules; sys.argv = ['tierplan', *sys.argv[1:]]; tierplan.main()"
+        "import sys; import megatrain.cli, tiering.choose, tiering.gds; from megatrain.tierplan import command; "
+        "assert 'kvikio' not in sys.modules; sys.argv = ['tierplan', *sys.argv[1:]]; command.main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *tierplan.split()],

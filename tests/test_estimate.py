@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megatrain import estimate as estimate_module
-from megatrain.estimate import LOSS_BYTES, estimate, head_cost
+from megatrain.catalog import estimate as estimate_module
+from megatrain.catalog.estimate import LOSS_BYTES, estimate, head_cost
+from megatrain.catalog.unit_cost import UnitCost
 from megatrain.model import build, find_units, model_config
 from megatrain.profile import _CPU_ATTENTION, _calls, _Peak, profile
-from megatrain.unit_cost import UnitCost
 
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
 DENSE = tuple(sorted(set(FAMILIES) - set(EXPERTS) - {"falcon"}))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatrain import known_models
+from megatrain.catalog import known_models
+from megatrain.catalog.estimate import estimate
+from megatrain.catalog.known_models import dense_config, find_model, generic_size, known_name, resolve_model
+from megatrain.catalog.model_table import ALIASES, MODELS
+from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
 from megatrain.errors import UserError
-from megatrain.estimate import estimate
-from megatrain.known_models import dense_config, find_model, generic_size, known_name, resolve_model
-from megatrain.model_table import ALIASES, MODELS
-from megatrain.shapes import active_parameters, parameters, unit_sizes
 
 SCALE = {"M": 1e6, "B": 1e9, "T": 1e12}
 

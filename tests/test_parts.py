@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain import parts
+from megatrain.catalog import parts
+from megatrain.catalog.part_tables import DRIVES, GPUS, MEMORY_GB_PER_S
+from megatrain.catalog.parts import assumed_update, burst_write, find_drive, find_gpu, parse_drives
 from megatrain.errors import UserError
-from megatrain.part_tables import DRIVES, GPUS, MEMORY_GB_PER_S
-from megatrain.parts import assumed_update, burst_write, find_drive, find_gpu, parse_drives
 from tiering.hardware import all_drives
 
 

@@ -17,13 +17,13 @@ import pytest
 from run_memory import measure_run
 from transformers import AutoModelForCausalLM
 
-from megatrain.estimate import LOSS_BYTES, head_cost
-from megatrain.known_models import resolve_model
+from megatrain.catalog.estimate import LOSS_BYTES, head_cost
+from megatrain.catalog.known_models import resolve_model
+from megatrain.catalog.parts import parse_drives
+from megatrain.catalog.shapes import parameters, unit_sizes
 from megatrain.model import build, find_units, model_config
-from megatrain.parts import parse_drives
 from megatrain.programs import UnitSize, training_workload
-from megatrain.shapes import parameters, unit_sizes
-from megatrain.sizing import Question, ShortageError, forecast, sized
+from megatrain.tierplan.question import Question, ShortageError, forecast, sized
 from tiering.costs import state_bytes
 from tiering.errors import BudgetError
 from tiering.hardware import assumed_hardware
@@ -174,8 +174,8 @@ def test_planning_makes_no_weights() -> None:
     """PL-04: 405B parameters in a fresh process that never takes a gigabyte; torch is not imported."""
     name, _ = resolve_model("llama-3.1-405b")
     code = (
-        "import resource, sys; from megatrain import tierplan\n"
-        "try: tierplan.main()\n"
+        "import resource, sys; from megatrain.tierplan import command\n"
+        "try: command.main()\n"
         "except SystemExit as stopped: assert not stopped.code, stopped.code\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 'torch' in sys.modules, file=sys.stderr)"
     )

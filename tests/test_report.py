@@ -18,12 +18,12 @@ from conftest import RunFile
 from rich.console import Console
 
 from megatrain import sizes, workspace
-from megatrain.advice import Help
 from megatrain.config import load_run
-from megatrain.forecast import Forecast
 from megatrain.report import PlanReport, plan_report
 from megatrain.sizes import format_count, format_seconds, format_size, parse_count
-from megatrain.tables import render
+from megatrain.tierplan.advice import Help
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.tables import render
 from tiering.manager import scratch_blocks, stored_blocks
 from tiering.store import BlockStore
 
@@ -117,7 +117,7 @@ def test_help_that_was_looked_for_in_vain_is_said_so(report: PlanReport) -> None
 
 def test_the_readers_of_a_report_need_no_torch() -> None:
     """The record and its tables serve `tierplan`, which must start quickly."""
-    code = "import sys, megatrain.tables, megatrain.sweep, megatrain.tierplan; print(*sorted(sys.modules))"
+    code = "import sys; from megatrain.tierplan import command, sweep, tables; print(*sorted(sys.modules))"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}

@@ -14,11 +14,11 @@ import pytest
 from families import FAMILIES
 from models import MODELS
 
-from megatrain import shapes
+from megatrain.catalog import shapes
+from megatrain.catalog.families import anatomy
+from megatrain.catalog.family_keys import ALIASES, DEFAULTS, TIED
+from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
 from megatrain.errors import UserError
-from megatrain.families import anatomy
-from megatrain.family_keys import ALIASES, DEFAULTS, TIED
-from megatrain.shapes import active_parameters, parameters, unit_sizes
 
 CHANGES: dict[str, dict[str, Any]] = {
     "head_dim 24": {"head_dim": 24},

@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
-from megatrain import tierplan
-from megatrain.advice import helps, remedies
+from megatrain.catalog.known_models import resolve_model
+from megatrain.catalog.parts import parse_drives
 from megatrain.errors import UserError
-from megatrain.forecast import Forecast
-from megatrain.known_models import resolve_model
-from megatrain.parts import parse_drives
-from megatrain.sizing import Question, ShortageError, forecast, sized, told
-from megatrain.sweep import around, parse_range, sweep
-from megatrain.variants import fits, with_drives, with_host_memory
+from megatrain.tierplan import command
+from megatrain.tierplan.advice import helps, remedies
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.question import Question, ShortageError, forecast, sized, told
+from megatrain.tierplan.sweep import around, parse_range, sweep
+from megatrain.tierplan.variants import fits, with_drives, with_host_memory
 from tiering.costs import step_io_bytes
 from tiering.hardware import assumed_hardware
 
@@ -42,13 +42,13 @@ Invoke = Callable[[str], tuple[int, str, str]]
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
     """Runs `tierplan OPTIONS` in this process and returns exit code, stdout and stderr."""
-    monkeypatch.setattr(tierplan.gc, "disable", lambda: None)
+    monkeypatch.setattr(command.gc, "disable", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(options: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["tierplan", *shlex.split(options.replace("(", "'(").replace(")", ")'"))])
         with pytest.raises(SystemExit) as stopped:
-            tierplan.main()
+            command.main()
         out, err = capsys.readouterr()
         return int(stopped.value.code or 0), out, err
 

@@ -1,15 +1,15 @@
 """What would make a step shorter, and the smallest change that makes an impossible question possible.
 
 Scope: variants of a question, planned with the knobs of the plan at hand; a remedy has been tried before it is named.
-Not here: the sum of a refusal (`sizing.py`), one variable over a range (`sweep.py`).
+Not here: the sum of a refusal (`question.py`), one variable over a range (`sweep.py`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatrain.forecast import Forecast
-from megatrain.sizing import Question, Sized, sized
-from megatrain.variants import fits, shortage_of, with_drives, with_host_memory, with_question
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.question import Question, Sized, sized
+from megatrain.tierplan.variants import fits, shortage_of, with_drives, with_host_memory, with_question
 from tiering.errors import BudgetError
 
 GiB = 1 << 30

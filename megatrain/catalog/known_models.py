@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megatrain.catalog.model_table import ALIASES, MODELS, KnownModel
+from megatrain.catalog.shapes import parameters
 from megatrain.errors import UserError
-from megatrain.model_table import ALIASES, MODELS, KnownModel
-from megatrain.shapes import parameters
 
 EXAMPLE = "--model llama-3-8b, dense-7b, or the path of a config.json"
 _UNIT = {"m": 10**6, "b": 10**9, "t": 10**12}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import UserError
-from megatrain.forecast import Forecast
 from megatrain.sizes import format_count, format_seconds, format_size
-from megatrain.sweep import Point, Sweep
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.sweep import Point, Sweep
 
 GiB = 1 << 30
 BOUNDS = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 
+from megatrain.catalog.part_tables import DRIVES, GPUS, MEMORY_GB_PER_S, PCIE_LANE_GB_PER_S
 from megatrain.errors import UserError
-from megatrain.part_tables import DRIVES, GPUS, MEMORY_GB_PER_S, PCIE_LANE_GB_PER_S
 from tiering.hardware import Drive, Rate
 
 GB, TB = 10**9, 10**12

@@ -2,14 +2,14 @@
 
 Scope: which keys make which parts in each family; the tests hold it against transformers itself.
 Not here: the parts (`anatomy.py`), their bytes (`shapes.py`), defaults of keys (`family_keys.py`), a family that is not
-listed (`model.py` asks transformers).
+listed (`megatrain/model.py` asks transformers).
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatrain.anatomy import Anatomy, Attention, Dense, Experts, Layer, Table
-from megatrain.family_keys import DEFAULTS, TIED, Keys
+from megatrain.catalog.anatomy import Anatomy, Attention, Dense, Experts, Layer, Table
+from megatrain.catalog.family_keys import DEFAULTS, TIED, Keys
 
 
 def anatomy(config: Mapping[str, Any]) -> Anatomy | None:

@@ -1,7 +1,7 @@
 """What one unit costs to compute: the record that is seen by running it, or estimated from a config.
 
 Scope: the record alone; no torch.
-Not here: seeing it (`profile.py`), estimating it (`estimate.py`).
+Not here: seeing it (`megatrain/profile.py`), estimating it (`estimate.py`).
 """
 
 from dataclasses import dataclass

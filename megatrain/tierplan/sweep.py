@@ -1,7 +1,7 @@
 """One variable of a question over a range: a point for each value, and the values where something changes.
 
 Scope: reading `host-memory=32GiB..512GiB`, the points, the knees, their table and JSON.
-Not here: a single forecast (`sizing.py`), the picture (`plot.py`).
+Not here: a single forecast (`question.py`), the picture (`plot.py`).
 """
 
 import re
@@ -13,11 +13,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatrain.errors import UserError
-from megatrain.forecast import Forecast
 from megatrain.programs import KINDS
 from megatrain.sizes import format_count, format_seconds, format_size, parse_count, parse_size
-from megatrain.sizing import Question, ShortageError, Sized
-from megatrain.variants import shortage_of, with_drives, with_host_memory, with_question
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.question import Question, ShortageError, Sized
+from megatrain.tierplan.variants import shortage_of, with_drives, with_host_memory, with_question
 
 Axis = Literal["host-memory", "device-memory", "tokens", "drives"]
 AXES: tuple[Axis, ...] = get_args(Axis)

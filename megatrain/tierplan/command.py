@@ -1,7 +1,7 @@
 """The `tierplan` command: does it fit, where will every byte live, how long is a step, what would make it faster.
 
 Scope: its options, its output, its refusals; nothing is run and no torch is needed.
-Not here: the question and its answer (`sizing.py`), the machine (`machine.py`), tables (`tables.py`), ranges
+Not here: the question and its answer (`question.py`), the machine (`machine.py`), tables (`tables.py`), ranges
 (`sweep.py`), the picture (`plot.py`).
 """
 
@@ -15,19 +15,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.advice import Help, helps, remedies
+from megatrain.catalog.family_keys import DEFAULTS
+from megatrain.catalog.known_models import resolve_model
 from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_app, size_option, stdout_kept
 from megatrain.errors import UserError
-from megatrain.family_keys import DEFAULTS
-from megatrain.forecast import Forecast
-from megatrain.known_models import resolve_model
-from megatrain.machine import Machine, machine
-from megatrain.plot import draw, refuse_picture
 from megatrain.sizes import format_count, format_size, parse_count
-from megatrain.sizing import DEFAULT_SEQ, Question, ShortageError, Sized, sized, told
-from megatrain.sweep import Sweep, around, parse_range
-from megatrain.sweep import sweep as sweep_range
-from megatrain.tables import render
+from megatrain.tierplan.advice import Help, helps, remedies
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.machine import Machine, machine
+from megatrain.tierplan.plot import draw, refuse_picture
+from megatrain.tierplan.question import DEFAULT_SEQ, Question, ShortageError, Sized, sized, told
+from megatrain.tierplan.sweep import Sweep, around, parse_range
+from megatrain.tierplan.sweep import sweep as sweep_range
+from megatrain.tierplan.tables import render
 
 DEFAULT_TOKENS = 65_536
 EPILOG = "Example: tierplan --model llama-3-70b --host-memory 128GiB --gpu rtx4090 --nvme '4x(7.0,6.0)' --tokens 32768"
@@ -284,8 +284,8 @@ def _list(title: str, *columns: str) -> Table:
 
 
 def _models() -> Table:
-    from megatrain.model_table import MODELS
-    from megatrain.shapes import active_parameters, parameters
+    from megatrain.catalog.model_table import MODELS
+    from megatrain.catalog.shapes import active_parameters, parameters
 
     table = _list("Known models; any dense-<SIZE> such as dense-100b too", "name", "parameters", "active", "FP32 state")
     for name, entry in MODELS.items():
@@ -297,8 +297,8 @@ def _models() -> Table:
 
 
 def _gpus() -> Table:
-    from megatrain.part_tables import GPUS
-    from megatrain.parts import find_gpu
+    from megatrain.catalog.part_tables import GPUS
+    from megatrain.catalog.parts import find_gpu
 
     table = _list("Known GPUs (assumed, from data sheets)", "name", "memory", "FP32 TFLOP/s", "GB/s each way")
     for name in GPUS:
@@ -309,8 +309,8 @@ def _gpus() -> Table:
 
 
 def _drives() -> Table:
-    from megatrain.part_tables import DRIVES
-    from megatrain.parts import find_drive
+    from megatrain.catalog.part_tables import DRIVES
+    from megatrain.catalog.parts import find_drive
 
     heads = ("name", "read GB/s", "sustained write GB/s", "TB", "endurance TB")
     table = _list("Known drives (assumed, from data sheets)", *heads)

@@ -1,7 +1,7 @@
 """A forecast as a person reads it, for `megatrain plan` and `tierplan` alike.
 
 Scope: tables and lines, with units and a mark on what was assumed.
-Not here: the figures and their JSON (`forecast.py`), a run's forecast (`report.py`), sweeps (`sweep.py`).
+Not here: the figures and their JSON (`forecast.py`), a run's forecast (`megatrain/report.py`), sweeps (`sweep.py`).
 """
 
 import math
@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.advice import Help
-from megatrain.forecast import DAY_S, MODEL_FLOPS, RECOMPUTED_FLOPS, Assumption, Forecast, Memory
 from megatrain.sizes import format_count, format_rate, format_seconds, format_size
+from megatrain.tierplan.advice import Help
+from megatrain.tierplan.forecast import DAY_S, MODEL_FLOPS, RECOMPUTED_FLOPS, Assumption, Forecast, Memory
 
 YEAR_DAYS = 365.25
 

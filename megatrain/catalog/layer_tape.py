@@ -10,8 +10,8 @@ seq_len x seq_len scores are counted.
 
 from dataclasses import dataclass
 
-from megatrain.anatomy import Attention, Dense, Experts, Layer, NormKind, norm_tensors
-from megatrain.tape import Tape, Value
+from megatrain.catalog.anatomy import Attention, Dense, Experts, Layer, NormKind, norm_tensors
+from megatrain.catalog.tape import Tape, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

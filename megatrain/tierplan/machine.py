@@ -1,16 +1,16 @@
 """The machine of a question, from what was typed and what was measured: rates, drives, memory of the device.
 
 Scope: `--gpu`, `--device-memory`, `--nvme`, `--hardware`, `--cpu-flops` to a `Hardware` with a source for every rate.
-Not here: the tables of parts (`parts.py`), the file of measured rates (`tiering/hardware_file.py`), the options
-themselves (`tierplan.py`).
+Not here: the tables of parts (`megatrain/catalog/parts.py`), the file of measured rates (`tiering/hardware_file.py`), the options
+themselves (`command.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatrain.catalog.parts import assumed_update, find_gpu, parse_drives
 from megatrain.errors import UserError
-from megatrain.parts import assumed_update, find_gpu, parse_drives
 from megatrain.sizes import format_size
 from tiering.hardware import Drive, Hardware, Rate, all_drives, assumed_hardware
 from tiering.hardware_file import HardwareFile, load

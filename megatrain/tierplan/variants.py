@@ -7,8 +7,8 @@ Not here: which changes are worth showing (`advice.py`), ranges of them (`sweep.
 from dataclasses import replace
 
 from megatrain.errors import UserError
-from megatrain.forecast import Forecast
-from megatrain.sizing import Question, ShortageError, Sized, forecast, from_plan, sized
+from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.question import Question, ShortageError, Sized, forecast, from_plan, sized
 from tiering.errors import BudgetError
 from tiering.lower import Knobs
 from tiering.plan import make_plan

@@ -2,7 +2,7 @@
 
 Scope: `Question`, the two budgets that remain for the arenas, `forecast`, and the refusal with its sum. No torch,
 unless the config is of a family that only transformers knows.
-Not here: reading options (`tierplan.py`), a way out of a refusal (`advice.py`), planning a run file (`prepare.py`).
+Not here: reading options (`command.py`), a way out of a refusal (`advice.py`), planning a run file (`megatrain/prepare.py`).
 """
 
 import json
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from megatrain.catalog.estimate import estimate
+from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
+from megatrain.catalog.unit_cost import UnitCost
 from megatrain.errors import UserError
-from megatrain.estimate import estimate
-from megatrain.forecast import Assumption, Forecast, Memory
 from megatrain.programs import UnitSize, training_workload
-from megatrain.shapes import active_parameters, parameters, unit_sizes
 from megatrain.sizes import format_rate, format_size
-from megatrain.unit_cost import UnitCost
+from megatrain.tierplan.forecast import Assumption, Forecast, Memory
 from megatrain.workspace import (
     CUDA_LIBRARIES,
     DEVICE_CONTEXT,

@@ -1,6 +1,6 @@
 """What each unit of a model costs to compute, from its config alone: flops and bytes of memory of one micro-batch.
 
-Scope: sums over the parts of a decoder; no torch. The tests hold them against `profile.py`, which runs the model's own
+Scope: sums over the parts of a decoder; no torch. The tests hold them against `megatrain/profile.py`, which runs the model's own
 code.
 Not here: which operations keep what (`layer_tape.py`), how fast a machine is (`parts.py`, `tiering/measure.py`).
 
@@ -12,11 +12,11 @@ and twice as much; fused attention 2.5 times as much, since it computes the scor
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain.anatomy import Anatomy, Experts, Layer
-from megatrain.families import anatomy
-from megatrain.layer_tape import Rows, is_fused, layer, norm
-from megatrain.tape import Tape, Value
-from megatrain.unit_cost import UnitCost
+from megatrain.catalog.anatomy import Anatomy, Experts, Layer
+from megatrain.catalog.families import anatomy
+from megatrain.catalog.layer_tape import Rows, is_fused, layer, norm
+from megatrain.catalog.tape import Tape, Value
+from megatrain.catalog.unit_cost import UnitCost
 
 FLOAT_BYTES = 4
 LOSS_BYTES = 18
