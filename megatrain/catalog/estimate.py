@@ -1,7 +1,7 @@
 """What each unit of a model costs to compute, from its config alone: flops and bytes of memory of one micro-batch.
 
-Scope: sums over the parts of a decoder; no torch. The tests hold them against `megatrain/profile.py`, which runs the model's own
-code.
+Scope: sums over the parts of a decoder; no torch. The tests hold them against `megatrain/profile.py`, which runs the
+model's own code.
 Not here: which operations keep what (`layer_tape.py`), how fast a machine is (`parts.py`, `tiering/measure.py`).
 
 Flops, for T tokens in sequences of S: 2 T for each element of a matrix that a token meets, and 2 T S heads (head_dim +

@@ -2,7 +2,8 @@
 
 Scope: bytes of each unit, parameters in all, parameters that one token uses. The tests hold every figure against the
 model itself; a config that is not known in full gives None, and the model is asked.
-Not here: which config means which parts (`families.py`), the model's real layout, which a run uses (`megatrain/model.py`).
+Not here: which config means which parts (`families.py`), the model's real layout, which a run uses
+(`megatrain/model.py`).
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,8 @@
 """How many elements are alive at once while a chain of operations runs backward, counted on values without data.
 
 Scope: what autograd keeps, hands on and lets go; pure arithmetic.
-Not here: which operations a layer is made of (`layer_tape.py`), the same count on torch's own graph (`megatrain/profile.py`).
+Not here: which operations a layer is made of (`layer_tape.py`), the same count on torch's own graph
+(`megatrain/profile.py`).
 
 The rules are those of torch's engine. A value stays as long as an operation that needs it has not run backward. An
 operation makes the gradients of all its inputs before it lets go of its own; a second gradient of a value is added in

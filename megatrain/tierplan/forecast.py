@@ -1,7 +1,8 @@
 """What a plan says about a training: memory, bytes on each link, seconds, tokens, the life of the drives.
 
 Scope: `Forecast`, the one record behind `megatrain plan` and `tierplan`, its derived figures and its JSON object.
-Not here: making it (`question.py`, `megatrain/prepare.py`), its tables (`tables.py`), what would change it (`advice.py`).
+Not here: making it (`question.py`, `megatrain/prepare.py`), its tables (`tables.py`), what would change it
+(`advice.py`).
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """The machine of a question, from what was typed and what was measured: rates, drives, memory of the device.
 
 Scope: `--gpu`, `--device-memory`, `--nvme`, `--hardware`, `--cpu-flops` to a `Hardware` with a source for every rate.
-Not here: the tables of parts (`megatrain/catalog/parts.py`), the file of measured rates (`tiering/hardware_file.py`), the options
-themselves (`command.py`).
+Not here: the tables of parts (`megatrain/catalog/parts.py`), the file of measured rates (`tiering/hardware_file.py`),
+the options themselves (`command.py`).
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 Scope: `Question`, the two budgets that remain for the arenas, `forecast`, and the refusal with its sum. No torch,
 unless the config is of a family that only transformers knows.
-Not here: reading options (`command.py`), a way out of a refusal (`advice.py`), planning a run file (`megatrain/prepare.py`).
+Not here: reading options (`command.py`), a way out of a refusal (`advice.py`), planning a run file
+(`megatrain/prepare.py`).
 """
 
 import json
