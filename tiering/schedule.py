@@ -137,6 +137,9 @@ class _Space:
 
     def touch(self, lo: int, hi: int, index: int, writes: bool) -> set[int]:
         """Record a touch; returns the indices of earlier actions that it has to wait for."""
+        first = bisect_left(self.starts, lo)
+        if first < len(self.spans) and self.spans[first].lo == lo and self.spans[first].hi == hi:
+            return self._touch_one(self.spans[first], index, writes)  # the usual case: the same bytes as before
         self._cut(lo)
         self._cut(hi)
         first, last = bisect_left(self.starts, lo), bisect_left(self.starts, hi)
@@ -155,6 +158,16 @@ class _Space:
                 lo = span.hi
         self.spans[first:last] = fresh
         self.starts[first:last] = [span.lo for span in fresh]
+        return waits
+
+    @staticmethod
+    def _touch_one(span: _Span, index: int, writes: bool) -> set[int]:
+        waits = set() if span.writer is None else {span.writer}
+        if writes:
+            waits.update(span.readers)
+            span.writer, span.readers = index, ()
+        else:
+            span.readers = (*span.readers, index)
         return waits
 
     def _cut(self, at: int) -> None:

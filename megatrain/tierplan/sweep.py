@@ -25,10 +25,10 @@ EXAMPLE = "write it like host-memory=32GiB..512GiB, tokens=8K..1M or drives=1..8
 POINTS = 9
 MOST_POINTS = 100
 MiB = 1 << 20
-AROUND = 6
+AROUND = 5
 _APART = 0.1
 """Points that are nearer to the given memory, as a share of it, say nothing new."""
-_KNEE_TRIES = 3
+_KNEE_TRIES = 2
 _NEARLY = 0.04
 """Share of the RAM within which a knee is looked for."""
 _SAME = 1.001
