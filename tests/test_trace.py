@@ -121,7 +121,8 @@ def test_measured_seconds_go_before_flops() -> None:
     """P5: an op that was timed takes that long, whatever its flops; another one is reckoned."""
     hardware = assumed_hardware()
     sizes = [UnitSize(name="a", nbytes=4096, forward_flops=1e9, forward_s=0.5), UnitSize(name="b", nbytes=4096)]
-    sizes[1] = replace(sizes[1], forward_flops=hardware.compute.per_s, backward_flops=hardware.compute.per_s)
+    a_second = hardware.compute.per_s
+    sizes[1] = replace(sizes[1], forward_flops=a_second, backward_flops=2 * a_second)  # with its forward, done once
     found = op_seconds(training_workload(sizes, deferred=False), hardware)
     assert found["fwd.a"] == 0.5
     assert found["loss"] == pytest.approx(2.0)
