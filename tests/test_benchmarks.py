@@ -24,8 +24,11 @@ import benchmarks.fio
 import benchmarks.matmul
 import benchmarks.pcie
 import megatrain.measure
+from benchmarks import plan_accuracy
 from megatrain import cli
+from megatrain.config import load_run
 from megatrain.console import run_app
+from megatrain.runfile import write_mapping
 from tiering import gds
 from tiering.drive import DriveFacts
 from tiering.hardware_file import load
@@ -330,3 +333,21 @@ def test_measure_refuses_before_it_measures(tmp_path: Path, invoke: Invoke, monk
 
 def test_the_help_of_measure_ends_with_an_example(invoke: Invoke) -> None:
     assert "Example: megatrain measure" in invoke(cli.app, "measure", "--help")[1]
+
+
+@pytest.mark.parametrize("case", plan_accuracy.CASES)
+def test_every_run_of_the_accuracy_benchmark_is_a_run_file(case: str, tmp_path: Path) -> None:
+    """P5: what is compared is planned as any run is; half resident and clipped runs differ by just that."""
+    (tmp_path / "run.yaml").write_text(write_mapping(plan_accuracy.run_mapping(case, tmp_path)))
+    run = load_run(tmp_path / "run.yaml", ())
+    assert (run.train.max_grad_norm is not None) == ("clipping" in case), case
+    assert run.tiers.resident == (0.5 if "half resident" in case else 0.0), case
+
+
+def test_a_prediction_that_missed_is_named() -> None:
+    """P5: seconds to 10 %, bytes to 1 %, memory to 5 % and 64 MiB."""
+    true = {"step_s": 1.09, "bytes": 1005, "peak_bytes": (1 << 30) + (100 << 20)}
+    predicted = {"predicted_step_s": 1.0, "predicted_bytes": 1000, "predicted_peak_bytes": 1 << 30}
+    assert plan_accuracy.misses(true | predicted) == []
+    wrong = {"step_s": 1.2, "bytes": 1020, "peak_bytes": 1 << 31}
+    assert [miss.split()[0] for miss in plan_accuracy.misses(wrong | predicted)] == ["step_s", "bytes", "peak_bytes"]
