@@ -63,7 +63,7 @@ def prepare(run: RunConfig) -> Prepared:
     lines = (*compute_lines(costs, units.head.name, micro_batches), room)
     _refuse_compute(run, lines)
     hardware = _measured(run, units, budget)
-    times = _timed(run, units, costs, hardware)
+    times = _timed(run, units, costs, hardware, budget)
     sizes = _costed(units, costs, times, micro_batches)
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
     with in_settings():
@@ -105,12 +105,14 @@ def _measured(run: RunConfig, units: Units, budget: int) -> Hardware:
     )
 
 
-def _timed(run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware) -> dict[str, UnitTime]:
+def _timed(
+    run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware, budget: int
+) -> dict[str, UnitTime]:
     """Measured seconds of each unit; nothing where measuring would itself take long."""
     flops = sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values()))
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
-    return time_units(units, run.train.micro_batch, run.data.seq_len)
+    return time_units(units, run.train.micro_batch, run.data.seq_len, budget)
 
 
 def _costed(

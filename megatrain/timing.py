@@ -22,6 +22,8 @@ from megatrain.programs import HEAD, block_name
 from megatrain.stream import StreamedModel
 
 REPEATS = 3
+BEYOND_CACHE = 512 << 20
+"""Bytes: more than the last cache of usual machines holds."""
 ALIKE = 2
 """Units of one kind that are run: the second one no longer meets cold code."""
 
@@ -34,14 +36,16 @@ class UnitTime:
     backward_s: float
 
 
-def time_units(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitTime]:
+def time_units(units: Units, micro_batch: int, seq_len: int, memory: int = 0) -> dict[str, UnitTime]:
     """Measured times by unit name, for a micro-batch of [micro_batch, seq_len] tokens.
 
-    Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists.
+    Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists. With
+    more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from RAM, not from a
+    cache.
     """
     kinds = _kinds(units)
     skipped = [unit for kind in kinds for unit in kind[ALIKE:]]
-    spans = _Spans(units)
+    spans = _Spans(units, memory)
     model = StreamedModel(units, spans.lend, spans.norms)
     vocabulary = units.model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
@@ -75,12 +79,15 @@ def _typical(seconds: Mapping[str, Sequence[float]], ops: Sequence[str]) -> floa
 
 
 class _Spans:
-    """Lends every op the same two blocks, and notes how long it keeps them."""
+    """Lends every op two places, one after the other of a ring, and notes how long it keeps them."""
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: Units, memory: int) -> None:
         largest = max(unit.nbytes for unit in units)
-        self._weights = torch.empty(largest // 4).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-        self._grads = torch.empty(largest, dtype=torch.uint8)
+        self._places = max(1, min(memory, BEYOND_CACHE) // (2 * largest))
+        self._largest, self._turn = largest, 0
+        one = torch.empty(largest // 4).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        self._weights = one.repeat(self._places)
+        self._grads = torch.zeros(largest * self._places, dtype=torch.uint8)
         self._sizes = {unit.name: unit.nbytes for unit in units}
         self._units = units
         self.seconds: dict[str, list[float]] = {}
@@ -94,9 +101,11 @@ class _Spans:
 
     @contextmanager
     def lend(self, op: str) -> Iterator[dict[str, torch.Tensor]]:
-        weights = self._weights.view(torch.uint8)
+        start = self._turn % self._places * self._largest
+        self._turn += 1
+        weights, grads = self._weights.view(torch.uint8)[start:], self._grads[start:]
         views = {block_name(name, "weight"): weights[:nbytes] for name, nbytes in self._sizes.items()}
-        views |= {block_name(name, "grad"): self._grads[:nbytes] for name, nbytes in self._sizes.items()}
+        views |= {block_name(name, "grad"): grads[:nbytes] for name, nbytes in self._sizes.items()}
         begin_s = time.perf_counter()
         yield views
         self.seconds.setdefault(op, []).append(time.perf_counter() - begin_s)

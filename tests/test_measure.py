@@ -129,7 +129,7 @@ def test_measuring_takes_no_more_than_the_budget(memory: int) -> None:
     assert 16 * update_elements(memory) <= memory
     assert 8 * request_size(memory) <= memory
     if memory > 1 << 30:
-        assert (width, tokens, update_elements(memory)) == (4096, 4096, 1 << 23)
+        assert (width, tokens, update_elements(memory)) == (4096, 4096, 1 << 25)
         assert request_size(memory) == measure_disk.REQUEST_BYTES
 
 

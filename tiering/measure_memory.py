@@ -28,10 +28,10 @@ def product_shape(width: int, tokens: int, memory: int) -> tuple[int, int]:
 
 
 def update_elements(memory: int) -> int:
-    """Elements of each of an update's four tensors: 32 MiB, which come from memory and not from a cache, as those of a
+    """Elements of each of an update's four tensors: 128 MiB, which come from memory and not from a cache, as those of a
     run do; less if `memory` bytes are less.
     """
-    return max(1024, min(1 << 23, memory // 16))
+    return max(1024, min(1 << 25, memory // 16))
 
 
 def compute_rate(width: int, tokens: int, device: str = "cpu") -> Rate:
