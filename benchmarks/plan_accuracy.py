@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -173,7 +173,7 @@ def _train(prepared: Prepared, steps: int) -> tuple[list[float], list[int], tupl
     batches = open_run_batches(prepared, run.output.dir, console)
     walls, moved, busy = [], [], []
     with open_state(prepared, batches, run.tiers.nvme[0], resume=False, console=console) as manager:
-        with _engine(run, prepared, manager) as engine:
+        with closing(StepEngine(run, prepared.units, manager, 0)) as engine:
             manager.trace.take()
             before = _os_bytes()
             for number in range(WARM_STEPS + steps):
@@ -188,22 +188,12 @@ def _train(prepared: Prepared, steps: int) -> tuple[list[float], list[int], tupl
     return walls[kept], moved[kept], (median(b[0] for b in busy[kept]), median(b[1] for b in busy[kept]))
 
 
-@contextmanager
-def _engine(run: RunConfig, prepared: Prepared, manager: Any) -> Iterator[StepEngine]:
-    engine = StepEngine(run, prepared.units, manager, 0)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def _drift(prepared: Prepared) -> float:
     """The largest relative change of a rate that the plan rests on, measured again now."""
     again = prepare(prepared.run)
-    before, after = prepared.hardware, again.hardware
-    changes = [
-        abs(after.rates()[name].per_s / rate.per_s - 1) for name, rate in before.rates().items() if name == "mixed"
-    ]
+    then, now = prepared.hardware.mixed, again.hardware.mixed
+    assert then is not None and now is not None, "a drive that was measured has a mixed rate"
+    changes = [abs(now.per_s / then.per_s - 1)]
     then_s, now_s = (sum(t.forward_s + t.backward_s for t in p.times.values()) for p in (prepared, again))
     if then_s and now_s:
         changes.append(abs(now_s / then_s - 1))
@@ -245,10 +235,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
         for what, show in (("step_s", format_seconds), ("bytes", format_size), ("peak_bytes", format_size)):
             predicted = row[f"predicted_{what}"]
             cells += [show(row[what]), show(predicted), f"{row[what] / predicted - 1:+.1%}"]
-        note = f" (rates moved by {row['drift']:.0%})" if row["drift"] > DRIFT else ""
         result.add_row(*cells, style=None if row["true"] else "red")
-        if note:
-            result.add_row(note)
+        if row["drift"] > DRIFT:
+            result.add_row(f"  the machine's own rates moved by {row['drift']:.0%}")
     return result
 
 

@@ -1,6 +1,6 @@
 """How long each kind of unit computes on this machine: its real forward and backward, with random weights.
 
-Scope: a step of one micro-batch through the first units of each kind, over one block of memory that all of them share.
+Scope: a step of one micro-batch through the first units of each kind, over a ring of places that all of them share.
 Not here: flops and bytes (`profile.py`), rates of matrix products and disks (`tiering/measure.py`).
 
 A matrix product at its best says too little: norms, attention, small matrices and the handing over of gradients take

@@ -341,9 +341,9 @@ class Pipeline:
         number, index = heappop(self._updates)
         pass_ = self._passes[number]
         action = pass_.schedule.actions[index]
+        begin_s = time.perf_counter()
         self._changed.release()
         try:
-            begin_s = time.perf_counter()
             self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
             self.trace.add("update", action.name, begin_s, action.nbytes)
         except BaseException as error:

@@ -31,8 +31,6 @@ _LOOKS = 5
 """Drafts in search of the most that can be pinned; the last ones find some percent."""
 _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
-
-
 _LEAN, _NEAR_LIMIT = (3 / 4, 1 / 2, 1 / 4), 1.01
 """Lanes that take the first ready action can lose some time by a byte more in HOST (an anomaly of list scheduling). So
 that nobody pays for it, a plan that is not near its bound is held against some that leave a part of the budget unused.
@@ -109,15 +107,13 @@ def make_plan(
 
     resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. device_budget: bytes of a device
     with memory of its own; None: ops compute on HOST. candidates: knobs to try, quickly; None: the usual ones. Raises
-    `BudgetError` with the sum line by line and the smallest
-    budget that works.
+    `ShortError` with the sum line by line and the smallest budget that works.
     """
     knobs, thorough = (_scaled(workload), True) if candidates is None else (candidates, False)
     if device_budget is None:
         return _best(workload, hardware, Budget(host_bytes=host_budget), resident, knobs, thorough)
     budget = Budget(host_bytes=host_budget, device_bytes=device_budget)
-    passing = on_device(workload)
-    plan = _best(passing, hardware, budget, resident, knobs, False)
+    plan = _best(on_device(workload), hardware, budget, resident, knobs, False)
     keep = worth_keeping(workload, _main(workload), device_budget - plan.device_bytes)
     if not keep and not thorough:
         return plan
@@ -253,8 +249,9 @@ def _fill(
     """
     programs = workload.programs.values() if whole else [_main(workload)]
     spreads = {program.name: spread(program, knobs.lag, knobs.copies_ahead) for program in programs}
-    fill = _fill_share if resident is not None else _fill_up
-    return fill(workload, spreads, knobs, gain, budget, resident or 0.0)
+    if resident is None:
+        return _fill_up(workload, spreads, knobs, gain, budget)
+    return _fill_share(workload, spreads, knobs, gain, budget, resident)
 
 
 def _completed(workload: Workload, lowered: _Lowered) -> _Lowered:
@@ -292,14 +289,13 @@ def _fill_up(
     knobs: Knobs,
     gain: Mapping[str, float],
     budget: Budget,
-    _: float,
 ) -> _Lowered:
     """As much as fits. What is pinned is not staged, so a second look finds more room; one too far is halved."""
     everything = sum(block.nbytes for block in workload.of_life("durable", "carried", "passing"))
     pinned, too_much = 0, 2 * everything + 1
     found = _lowered(workload, spreads, knobs, {})
     if not found.fits(budget):
-        return found  # homes would not make it smaller
+        return found  # thriftier knobs make it smaller, homes hardly ever
     for _ in range(_LOOKS):
         spare = budget.host_bytes - found.host_bytes
         more = min(spare, everything - pinned, (too_much - pinned) // 2)  # half of the way to what was too much
