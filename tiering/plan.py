@@ -27,8 +27,8 @@ _CANDIDATES = (
     *(Knobs(lookahead=ahead, lag=0, tile_bytes=MiB, ring=4) for ahead in (1, 0)),
     Knobs(lookahead=0, lag=0, tile_bytes=256 * 1024, ring=1, copies_ahead=0),
 )
-_LOOKS = 5
-"""Drafts in search of the most that can be pinned; the last ones find some percent."""
+_LOOKS, _FINE_LOOKS = 5, 14
+"""Drafts in search of the most that can be pinned: to compare candidates, and for the best of them."""
 _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
 _LEAN, _NEAR_LIMIT = (3 / 4, 1 / 2, 1 / 4), 1.01
@@ -135,9 +135,9 @@ def _best(
     main, gain = _main(workload).name, _gain(workload)
     best: tuple[_Lowered, Schedule, Timeline] | None = None
 
-    def look(knobs: Knobs, within: Budget, *, whole: bool = False) -> None:
+    def look(knobs: Knobs, within: Budget, *, whole: bool = False, fine: bool = False) -> None:
         nonlocal best
-        lowered = _fill(workload, knobs, gain, within, resident, whole=whole)
+        lowered = _fill(workload, knobs, gain, within, resident, whole=whole, fine=fine)
         if not lowered.fits(budget):
             return
         if best is not None and not _promising(workload, hardware, lowered.drafts[main], best[2]):
@@ -150,11 +150,13 @@ def _best(
         if lowered.fits(budget):
             best = (lowered, schedule, timeline)
         elif not whole:
-            look(knobs, within, whole=True)
+            look(knobs, within, whole=True, fine=fine)
 
     for knobs in candidates:
         look(knobs, budget)
     if best is not None:
+        if thorough:
+            look(best[0].knobs, budget, fine=True)
         far = best[2].pass_s > best[2].limit_s * _NEAR_LIMIT
         for lean in _LEAN if thorough and far else ():
             look(best[0].knobs, replace(budget, host_bytes=int(lean * budget.host_bytes)))
@@ -242,15 +244,17 @@ def _fill(
     resident: float | None,
     *,
     whole: bool = False,
+    fine: bool = False,
 ) -> _Lowered:
     """Drafts with these knobs that pin as much as `budget` (or exactly the share `resident`) allows.
 
     whole: of all programs; otherwise of the one that repeats itself, the widest as a rule: drafting takes time.
+    fine: to the last percent of the budget.
     """
     programs = workload.programs.values() if whole else [_main(workload)]
     spreads = {program.name: spread(program, knobs.lag, knobs.copies_ahead) for program in programs}
     if resident is None:
-        return _fill_up(workload, spreads, knobs, gain, budget)
+        return _fill_up(workload, spreads, knobs, gain, budget, fine)
     return _fill_share(workload, spreads, knobs, gain, budget, resident)
 
 
@@ -289,6 +293,7 @@ def _fill_up(
     knobs: Knobs,
     gain: Mapping[str, float],
     budget: Budget,
+    fine: bool,
 ) -> _Lowered:
     """As much as fits. What is pinned is not staged, so a second look finds more room; one too far is halved."""
     everything = sum(block.nbytes for block in workload.of_life("durable", "carried", "passing"))
@@ -296,10 +301,11 @@ def _fill_up(
     found = _lowered(workload, spreads, knobs, {})
     if not found.fits(budget):
         return found  # thriftier knobs make it smaller, homes hardly ever
-    for _ in range(_LOOKS):
+    least = budget.host_bytes >> 10 if fine else max(knobs.tile_bytes, budget.host_bytes >> 6)
+    for _ in range(_FINE_LOOKS if fine else _LOOKS):
         spare = budget.host_bytes - found.host_bytes
         more = min(spare, everything - pinned, (too_much - pinned) // 2)  # half of the way to what was too much
-        if more < min(everything - pinned, max(knobs.tile_bytes, budget.host_bytes >> 6)) or not more:
+        if more < min(everything - pinned, least) or not more:
             break
         fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned + more, None))
         if fuller.host_bytes > budget.host_bytes:
