@@ -459,3 +459,15 @@ def test_an_upward_range_is_read_as_written() -> None:
     assert parse_range("tokens = 8K .. 32K : 3").values() == [8000, 16_000, 32_000]
     with pytest.raises(UserError, match="POINTS"):
         parse_range("host-memory=32GiB")
+
+
+def test_drives_that_cannot_hold_the_state_are_refused_and_the_count_named_is_enough(invoke: Invoke) -> None:
+    """P2: two slots of 7B parameters take 168 GB; drives of known capacity are added up, and the advice works."""
+    options = "--model dense-7b --host-memory 64GiB --tokens 4096 --nvme {}x(7,6,600TBW,0.1TB)"
+    code, _, err = invoke(options.format(1))
+    assert code == 2 and "NVMe needs" in err, err
+    count = re.search(r"Fix: (\d+) drives", err)
+    assert count is not None, err
+    code, _, err = invoke(options.format(count[1]))
+    assert code == 0, err
+    assert invoke(options.format(int(count[1]) - 1))[0] == 2, "fewer drives than named were enough"
