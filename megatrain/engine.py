@@ -1,6 +1,6 @@
 """One training step: a pass through the schedule, the loss, the norm, and when the update happens.
 
-Scope: both update modes, skipping of non-finite steps, what is pending between steps.
+Scope: when which unit is updated with what, skipping of non-finite steps, what is pending between steps.
 Not here: the loop over steps, commits and logs (`trainer.py`); the arithmetic (`optim.py`); the passes (`tiering`).
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.config import RunConfig
+from megatrain.inputs import Inputs
 from megatrain.model import Slice, Units
 from megatrain.optim import GradientNorm, NonFiniteError, Update, clip_scale
 from megatrain.stream import StreamedModel
@@ -30,7 +31,11 @@ class StepResult:
 
 
 class StepEngine:
-    """Steps over an open `Manager`. updates: optimizer steps applied or pending, as `state_steps` counts them."""
+    """Steps over an open `Manager`. updates: optimizer steps applied or pending, as `state_steps` counts them.
+
+    The plan says which units are updated late, in the next step's forward (all of them with clipping); the others are
+    in this step's backward.
+    """
 
     def __init__(self, run: RunConfig, units: Units, manager: Manager, updates: int) -> None:
         self.run = run
@@ -38,27 +43,38 @@ class StepEngine:
         self.updates = updates
         self.model = StreamedModel(units, manager.op, self._gradient_ready, manager.catch_up)
         self._norm = GradientNorm(units)
+        owners = frozenset(unit.name for unit in units if unit.nbytes)
+        self._late = frozenset(block.unit for block in manager.plan.workload.of_life("carried"))
+        self._at_once = owners - self._late
         self._pending: Update | None = None
         self._skipped_in_a_row = 0
 
     @property
-    def deferred(self) -> bool:
+    def clips(self) -> bool:
         return self.run.train.max_grad_norm is not None
 
-    def step(self, input_ids: torch.Tensor, *, last: bool) -> StepResult:
-        """Run one step on [batch, seq_len] token ids. last: `settle` follows, not another step."""
-        if self.deferred:
-            program = "first" if self._pending is None else "step"
-            self.manager.begin(program, last=last, context=self._pending)
-        else:
+    @property
+    def leaves_updates(self) -> bool:
+        """True where a step ends with updates that only the next one, or `settle`, applies."""
+        return bool(self._late)
+
+    def step(self, inputs: Inputs, *, last: bool) -> StepResult:
+        """Run one step. last: `settle` follows, not another step."""
+        program = "step" if self._pending is not None or not self._late else "first"
+        updates = self._pending_updates()
+        if not self.clips:
             self.updates += 1
-            self.manager.begin("step", last=last, context=Update(step=self.updates, scale=None))
-        losses = self.model.step(input_ids, self.run.train.micro_batch)
+            updates |= dict.fromkeys(self._at_once, Update(step=self.updates, scale=None))
+        self.manager.begin(program, last=last, context=updates)
+        losses = self.model.step(inputs, self.run.train.micro_batch, self.run.train.loss_chunk)
         return self._finish(sum(losses))
+
+    def _pending_updates(self) -> dict[str, Update]:
+        return dict.fromkeys(self._late, self._pending) if self._pending is not None else {}
 
     def _gradient_ready(self, unit: str, gradients: Mapping[Slice, torch.Tensor]) -> None:
         bad = self._norm.add(gradients)
-        if bad is not None and not self.deferred:
+        if bad is not None and not self.clips:
             # Updates of this step may have begun: it cannot be skipped, only left behind.
             raise NonFiniteError(
                 f"the gradient of {bad} is not finite in step {self.updates}, and without clipping a step is updated "
@@ -69,9 +85,11 @@ class StepEngine:
     def _finish(self, loss: float) -> StepResult:
         bad = self._norm.first_bad()
         total = self._norm.total()
-        if not self.deferred:
-            return StepResult(loss=loss, grad_norm=total.item(), clipped=False)
         self._pending = None
+        if not self.clips:
+            if self._late:
+                self._pending = Update(step=self.updates, scale=None)
+            return StepResult(loss=loss, grad_norm=total.item(), clipped=False)
         if bad is not None or not torch.isfinite(total):
             return StepResult(loss=loss, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
         self._skipped_in_a_row = 0
@@ -93,7 +111,7 @@ class StepEngine:
     def settle(self) -> None:
         """Apply what is pending, so that the state is that after the last step."""
         if self._pending is not None:
-            self.manager.run("flush", context=self._pending)
+            self.manager.run("flush", context=self._pending_updates())
             self._pending = None
 
     def close(self) -> None:

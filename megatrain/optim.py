@@ -10,10 +10,12 @@ elements from its start leaves every element on the same code path; norms are ta
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
 from megatrain.config import OptimizerConfig
+from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
 from megatrain.programs import block_name
 from tiering.errors import TieringError
@@ -40,14 +42,31 @@ class TiledAdamW:
     def __init__(self, units: Units, config: OptimizerConfig) -> None:
         self.config = config
         self._units: dict[str, Unit] = {unit.name: unit for unit in units}
+        self._kept = undecayed(units, config.no_decay)
 
-    def __call__(self, action: Action, views: Mapping[str, torch.Tensor], update: Update) -> None:
-        """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8)."""
+    def __call__(self, action: Action, views: Mapping[str, torch.Tensor], updates: Mapping[str, Update]) -> None:
+        """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8).
+
+        updates: by unit name, the step whose gradient its grad block holds.
+        """
         x = action.operands[0]
         unit = x.block.rpartition("/")[0]
-        parts = list(_parts(self._units[unit].slices, x.lo // 4, x.hi // 4))
-        if not parts:
-            return
+        update = updates[unit]
+        slices = self._units[unit].slices
+        for decays in (True, False):
+            group = [place for place in slices if (place.name not in self._kept) == decays]
+            parts = list(_parts(group, x.lo // 4, x.hi // 4))
+            if parts:
+                self._update(unit, parts, views, update, self.config.weight_decay if decays else 0.0)
+
+    def _update(
+        self,
+        unit: str,
+        parts: Sequence[tuple[int, int]],
+        views: Mapping[str, torch.Tensor],
+        update: Update,
+        weight_decay: float,
+    ) -> None:
         weight, gradient, mean, square = (
             [views[block_name(unit, kind)].view(torch.float32)[lo:hi] for lo, hi in parts]
             for kind in ("weight", "grad", "exp_avg", "exp_avg_sq")
@@ -65,7 +84,7 @@ class TiledAdamW:
             lr=self.config.lr,
             beta1=self.config.betas[0],
             beta2=self.config.betas[1],
-            weight_decay=self.config.weight_decay,
+            weight_decay=weight_decay,
             eps=self.config.eps,
             amsgrad=False,
             maximize=False,
@@ -80,11 +99,26 @@ def _parts(slices: Sequence[Slice], lo: int, hi: int) -> Iterator[tuple[int, int
             yield begin - lo, end - lo
 
 
+def undecayed(units: Units, patterns: Sequence[str]) -> frozenset[str]:
+    """Names of trained parameters without weight decay. Raises UserError for a pattern that matches none."""
+    names = [place.name for unit, place in units.slices() if not unit.frozen]
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UserError(
+                f"optimizer.no_decay: {pattern!r} matches no parameter that is trained. Fix: a pattern of names such "
+                f"as {names[0]} or {names[-1]}"
+            )
+        found.update(matched)
+    return frozenset(found)
+
+
 class GradientNorm:
     """The norm of all gradients of a step, from the norms of parameters as they become whole."""
 
     def __init__(self, units: Units) -> None:
-        self._order = [place for _, place in units.slices()]
+        self._order = [place for unit, place in units.slices() if not unit.frozen]
         self._norms: dict[Slice, torch.Tensor] = {}
 
     def add(self, gradients: Mapping[Slice, torch.Tensor]) -> str | None:

@@ -5,11 +5,12 @@ Not here: what an op computes (`stream.py`, `optim.py`), when its bytes move (`t
 
 Modes (design, section 7). *fused*: without clipping a unit is updated in backward as soon as its gradient is whole.
 *deferred*: clipping needs every gradient first, so step t's update of a unit runs just before its forward of step
-t + 1, and `flush` ends the last step.
+t + 1, and `flush` ends the last step. Between them: a share of the units, spread evenly, is updated late and the
+others in backward, which evens out the bytes that both halves of a step move.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from tiering.workload import Block, Life, Moves, Op, Program, Touch, Workload, make_workload, pages
 
@@ -17,19 +18,22 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ACTIVATION = "activation"
 """Kind of the input that a unit's forward leaves for its backward."""
 HEAD = "loss"
+FORWARD = "forward"
+"""The program of forwards alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
     """A unit as the planner sees it. `nbytes`: its own parameters, padded (0: it owns none). `borrows`: units whose
-    weights it uses too (tied). activation_bytes: its input for the whole step (0: token ids, or the head's, which is
-    used at once). Flops and measured seconds (0: not measured) of one step: forward alone, and backward with its
-    recompute.
+    weights it uses too (tied, or frozen). frozen: it computes nothing and has no gradient; others borrow it.
+    activation_bytes: its input for the whole step (0: token ids, or the head's, which is used at once). Flops and
+    measured seconds (0: not measured) of one step: forward alone, and backward with its recompute.
     """
 
     name: str
     nbytes: int
     borrows: tuple[str, ...] = ()
+    frozen: bool = False
     activation_bytes: int = 0
     forward_flops: float = 0.0
     backward_flops: float = 0.0
@@ -41,13 +45,39 @@ def block_name(unit: str, kind: str) -> str:
     return f"{unit}/{kind}"
 
 
-def training_workload(units: Sequence[UnitSize], *, deferred: bool) -> Workload:
-    """Programs "step" (cyclic), and for deferred updates "first" (nothing pending) and "flush" (updates alone).
+def late_units(units: Sequence[UnitSize], share: float) -> frozenset[str]:
+    """Names of about `share` (0 to 1) of the bytes of all units that have parameters, spread evenly over them.
 
-    units: in the order in which the forward calls them, the head last.
+    >>> sorted(late_units([UnitSize(name=f"L{i}", nbytes=4096) for i in range(8)], 0.25))
+    ['L1', 'L5']
     """
-    step = _Step(units)
-    blocks = [*_blocks(units, KINDS, "durable"), *_blocks(units, ("grad",), "carried" if deferred else "local")]
+    late, seen, taken = [], 0, 0
+    for unit in (unit for unit in units if unit.nbytes and not unit.frozen):
+        seen += unit.nbytes
+        if taken + unit.nbytes / 2 <= share * seen:
+            late.append(unit.name)
+            taken += unit.nbytes
+    return frozenset(late)
+
+
+def training_workload(
+    units: Sequence[UnitSize], *, deferred: bool, late: Collection[str] = (), validates: bool = False
+) -> Workload:
+    """Programs "step" (cyclic), and where updates are late "first" (nothing pending) and "flush" (updates alone).
+
+    units: in the order in which the forward calls them, the head last; frozen ones anywhere. deferred: all updates are
+    late. late: names of the units whose update is, where the others are updated in backward. validates: with "forward"
+    too, over the same homes.
+    """
+    step, frozen = _Step(units), [unit for unit in units if unit.frozen]
+    units = step.units
+    late = {unit.name for unit in units} if deferred else set(late)
+    blocks = [
+        *_blocks(units, KINDS, "durable"),
+        *_blocks(frozen, KINDS[:1], "durable"),
+        *_blocks([unit for unit in units if unit.name in late], ("grad",), "carried"),
+        *_blocks([unit for unit in units if unit.name not in late], ("grad",), "local"),
+    ]
     blocks += [
         Block(
             name=block_name(unit.name, ACTIVATION),
@@ -59,15 +89,19 @@ def training_workload(units: Sequence[UnitSize], *, deferred: bool) -> Workload:
         for unit in units[:-1]
         if unit.activation_bytes
     ]
-    if not deferred:
-        ops = (*step.forward(leaves=True), *step.backward(update=True))
-        return make_workload(blocks, [Program(name="step", ops=ops, cyclic=True)])
-    passes = (*step.forward(leaves=True), *step.backward(update=False))
-    pending = (*step.forward(leaves=True, update=True), *step.backward(update=False))
-    flush = tuple(step.update(u, moves="no") for u in units if u.nbytes)
+    names = {unit.name for unit in units}
+    backward = tuple(step.backward(update=names - late))
+    passes = (*step.forward(leaves=True), *backward)
+    # Before the others: an op that two programs have is timed as in the last one, and the head of a step trains.
+    programs = [Program(name=FORWARD, ops=step.forward_only())] if validates else []
+    if not late:
+        return make_workload(blocks, [*programs, Program(name="step", ops=passes, cyclic=True)])
+    pending = (*step.forward(leaves=True, update=late), *backward)
+    flush = tuple(step.update(u, moves="no") for u in units if u.nbytes and u.name in late)
     return make_workload(
         blocks,
         [
+            *programs,
             Program(name="step", ops=pending, cyclic=True),
             Program(name="first", ops=passes),
             Program(name="flush", ops=flush),
@@ -78,7 +112,7 @@ def training_workload(units: Sequence[UnitSize], *, deferred: bool) -> Workload:
 def forward_workload(units: Sequence[UnitSize]) -> Workload:
     """The one program "forward": evaluation and generation."""
     step = _Step(units)
-    program = Program(name="forward", ops=(*step.forward(), step.head(train=False)), cyclic=True)
+    program = Program(name=FORWARD, ops=step.forward_only(), cyclic=True)
     return make_workload(_blocks(units, ("weight",), "durable"), [program])
 
 
@@ -91,29 +125,32 @@ def _blocks(units: Sequence[UnitSize], kinds: Sequence[str], life: Life) -> list
     ]
 
 
-@dataclass(slots=True)
 class _Step:
-    units: Sequence[UnitSize]
-    of: dict[str, UnitSize] = field(init=False)
+    """units: those that compute."""
 
-    def __post_init__(self) -> None:
-        self.of = {unit.name: unit for unit in self.units}
+    def __init__(self, units: Sequence[UnitSize]) -> None:
+        self.units = [unit for unit in units if not unit.frozen]
+        self.of = {unit.name: unit for unit in units}
 
     def used(self, unit: UnitSize) -> list[str]:
         """Units whose weights `unit` computes with."""
         return [name for name in (unit.name, *unit.borrows) if self.of[name].nbytes]
 
+    def trained(self, unit: UnitSize) -> list[str]:
+        """Those of them that have gradients."""
+        return [name for name in self.used(unit) if not self.of[name].frozen]
+
     def reads(self, unit: UnitSize) -> tuple[Touch, ...]:
         return tuple(Touch(block=block_name(name, "weight"), reads=True, writes=False) for name in self.used(unit))
 
-    def forward(self, *, leaves: bool = False, update: bool = False) -> Iterator[Op]:
-        """Forward ops of all units but the head. leaves: activations, for a backward. update: what is pending, for each
-        unit just before its weights are first used.
+    def forward(self, *, leaves: bool = False, update: Collection[str] = ()) -> Iterator[Op]:
+        """Forward ops of all units but the head. leaves: activations, for a backward. update: units whose update is
+        pending, each just before its weights are first used.
         """
         updated: set[str] = set()
         for unit in self.units:
-            for name in self.used(unit) if update else ():
-                if name not in updated:
+            for name in self.trained(unit):
+                if name in update and name not in updated:
                     updated.add(name)
                     yield self.update(self.of[name], moves="earlier")
             if unit is not self.units[-1]:
@@ -124,6 +161,10 @@ class _Step:
                     flops=unit.forward_flops,
                     seconds=unit.forward_s,
                 )
+
+    def forward_only(self) -> tuple[Op, ...]:
+        """All of a pass that computes the loss and nothing else."""
+        return (*self.forward(), self.head(train=False))
 
     def activation(self, unit: UnitSize, *, leaves: bool) -> tuple[Touch, ...]:
         """A forward leaves its input, a backward finds it."""
@@ -142,12 +183,13 @@ class _Step:
     def grads(self, unit: UnitSize, begun: set[str]) -> tuple[Touch, ...]:
         """The first op of the pass that adds to a gradient defines it."""
         return tuple(
-            Touch(block=block_name(name, "grad"), reads=name in begun, writes=True) for name in self.used(unit)
+            Touch(block=block_name(name, "grad"), reads=name in begun, writes=True) for name in self.trained(unit)
         )
 
-    def backward(self, *, update: bool) -> Iterator[Op]:
+    def backward(self, *, update: Collection[str]) -> Iterator[Op]:
+        """Backward ops of all units, the head first. update: units that are updated once their gradient is whole."""
         order = list(reversed(self.units))
-        last_use = {name: unit.name for unit in order for name in self.used(unit)}
+        last_use = {name: unit.name for unit in order for name in self.trained(unit)}
         begun: set[str] = set()
         for unit in order:
             if unit is self.units[-1]:
@@ -161,9 +203,9 @@ class _Step:
                     flops=unit.backward_flops,
                     seconds=unit.backward_s,
                 )
-            begun.update(self.used(unit))
-            for name in self.used(unit) if update else ():
-                if last_use[name] == unit.name:
+            begun.update(self.trained(unit))
+            for name in self.trained(unit):
+                if name in update and last_use[name] == unit.name:
                     yield self.update(self.of[name], moves="later")
 
     def update(self, unit: UnitSize, *, moves: Moves) -> Op:

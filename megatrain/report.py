@@ -4,6 +4,7 @@ Scope: `PlanReport`, from a prepared run to the record that `tierplan` makes too
 Not here: making the plan (`prepare.py`), the figures (`tierplan/forecast.py`), their tables (`tierplan/tables.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ from rich.console import Console
 
 from megatrain.catalog.shapes import active_parameters
 from megatrain.config import RunConfig
+from megatrain.model import Units
+from megatrain.optim import undecayed
 from megatrain.prepare import Prepared, prepare
 from megatrain.tierplan.forecast import Assumption, Forecast, Memory
 from megatrain.tierplan.question import assumed_rates
 from megatrain.tierplan.tables import render
-from tiering.hardware import Drive
 from tiering.plan import Line
 
 
@@ -29,7 +31,6 @@ class PlanReport:
         """The run as `tierplan` sees it too. Only the arena's budget is given: the run file bounds nothing else."""
         prepared, run, hardware = self.prepared, self.prepared.run, self.prepared.hardware
         config = run.model.json_config()
-        nvme = str(run.tiers.nvme[0])
         unseen = [name for name, cost in prepared.costs.items() if cost.assumed]
         return Forecast(
             model=str(config["model_type"]),
@@ -38,6 +39,7 @@ class PlanReport:
             tokens=run.train.batch * run.data.seq_len,
             micro_batch=run.train.micro_batch,
             seq_len=run.data.seq_len,
+            loss_chunk=run.train.loss_chunk,
             deferred=run.train.max_grad_norm is not None,
             plan=prepared.plan,
             hardware=hardware,
@@ -47,7 +49,7 @@ class PlanReport:
                 compute=prepared.compute_lines,
                 baseline=Line(what="this process before it starts", nbytes=prepared.baseline_bytes),
             ),
-            drives=(Drive(name=nvme, read=hardware.read, write=hardware.write, mixed=hardware.mixed),),
+            drives=prepared.drives,
             assumptions=(
                 *assumed_rates(hardware),
                 *(
@@ -55,7 +57,10 @@ class PlanReport:
                     for name in unseen
                 ),
             ),
-            notes=("units timed one by one" if prepared.times else "compute reckoned from flops",),
+            notes=(
+                "units timed one by one" if prepared.times else "compute reckoned from flops",
+                *parameter_groups(prepared.units, run.optimizer.no_decay),
+            ),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -77,6 +82,20 @@ class PlanReport:
 
     def render(self, console: Console) -> None:
         render(self.forecast(), console)
+
+
+def parameter_groups(units: Units, no_decay: Sequence[str]) -> list[str]:
+    """What is frozen and what has no weight decay, a line each; nothing where all parameters are treated alike."""
+    lines = []
+    if units.frozen:
+        tensors = sum(len(unit.slices) for unit in units.frozen)
+        frozen = units.parameters - units.trainable
+        lines.append(f"{units.trainable:,} parameters are trained, {frozen:,} in {tensors} tensors are frozen")
+    kept = undecayed(units, no_decay)
+    if kept:
+        elements = sum(place.numel for _, place in units.slices() if place.name in kept)
+        lines.append(f"no weight decay for {elements:,} parameters in {len(kept)} tensors")
+    return lines
 
 
 def plan_report(run: RunConfig) -> PlanReport:

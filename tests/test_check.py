@@ -16,9 +16,8 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import free_workloads, toy_units, wrong
+from toy import free_workloads, toy_units, toy_workload, wrong
 
-from megatrain.programs import forward_workload, training_workload
 from tiering.check import check
 from tiering.errors import ScheduleError
 from tiering.homes import Placement, place
@@ -40,7 +39,7 @@ def subject(
     mode: str, program: str, knobs: Knobs, homes: dict[str, int] | None = None, *, tied: bool = True, layers: int = 1
 ) -> Subject:
     units = toy_units(layers, 2 * PAGE, PAGE if tied else 2 * PAGE, norm=0, tied=tied)
-    workload = forward_workload(units) if mode == "forward" else training_workload(units, deferred=mode == "deferred")
+    workload = toy_workload(units, mode)
     placement = place(homes or {})
     schedule = lower(workload, workload.programs[program], placement, knobs)
     check(workload, placement, schedule)
@@ -59,6 +58,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         Knobs(lookahead=1, lag=1, tile_bytes=PAGE, ring=2),
         {"embed/weight": PAGE, "L0/exp_avg": PAGE, "L0/exp_avg_sq": 2 * PAGE},
     ),
+    "mixed": lambda: subject("mixed", "step", Knobs(lookahead=1, lag=1, tile_bytes=PAGE, ring=2), tied=False, layers=3),
     "deferred": lambda: subject("deferred", "step", Knobs(lookahead=1, lag=0, tile_bytes=2 * PAGE, ring=2)),
     "deferred, half resident": lambda: subject(
         "deferred",

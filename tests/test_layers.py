@@ -26,6 +26,7 @@ PURE = (
     "lower",
     "pack",
     "schedule",
+    "spread",
     "check",
     "simulate",
     "errors",

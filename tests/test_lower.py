@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toy import Machine, first_state, free_workloads, interpret, legal_turns, toy_units, wrong
+from toy import MODES, Machine, first_state, free_workloads, interpret, legal_turns, toy_units, toy_workload, wrong
 
-from megatrain.programs import forward_workload, training_workload
+from megatrain.programs import training_workload
 from tiering.check import check
 from tiering.device import on_device
 from tiering.homes import Placement, choose_homes, place
@@ -55,11 +55,7 @@ class Case:
             norm=PAGE if self.norm else 0,
             activation=self.activation_pages * PAGE,
         )
-        return (
-            forward_workload(units)
-            if self.mode == "forward"
-            else training_workload(units, deferred=self.mode == "deferred")
-        )
+        return toy_workload(units, self.mode)
 
     def placement(self, workload: Workload) -> Placement:
         """Homes as the planner chooses them for `resident`, or any legal ones at all where that is None."""
@@ -99,7 +95,7 @@ def cases() -> st.SearchStrategy[Case]:
     share = st.sampled_from([0.0, 0.0, 0.3, 0.5, 0.8, 1.0])
     return st.builds(
         Case,
-        mode=st.sampled_from(["fused", "deferred", "forward"]),
+        mode=st.sampled_from(MODES),
         layers=st.integers(1, 6),
         layer_pages=st.integers(1, 7),
         embedding_pages=st.integers(1, 23),

@@ -50,7 +50,7 @@ def run_tiles(
         hi = min(lo + tile, nbytes)
         operands = tuple(Operand(block=f"u/{kind}", lo=lo, hi=hi, address=0, reads=True, writes=True) for kind in KINDS)
         views = {f"u/{kind}": blocks[kind][lo // 4 : hi // 4].view(torch.uint8) for kind in KINDS}
-        adamw(Action(verb=Verb.RUN, name=f"upd.u#{lo}", lane="update", operands=operands), views, update)
+        adamw(Action(verb=Verb.RUN, name=f"upd.u#{lo}", lane="update", operands=operands), views, {"u": update})
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)

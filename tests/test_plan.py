@@ -11,9 +11,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import parameters, toy_units
+from toy import MODES, parameters, toy_units, toy_workload
 
-from megatrain.programs import forward_workload, training_workload
+from megatrain.programs import training_workload
 from tiering.check import check
 from tiering.costs import step_io_bytes
 from tiering.errors import BudgetError
@@ -35,8 +35,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     layer = draw(st.sampled_from([PAGE, 5 * PAGE, MiB // 4 + PAGE, MiB, MiB + 7 * PAGE]))
     embedding = min(draw(st.integers(1, 20)) * layer, 6 * MiB)
     units = toy_units(draw(st.integers(1, 3)), layer, embedding // PAGE * PAGE, tied=draw(st.booleans()))
-    mode = draw(st.sampled_from(["fused", "deferred", "forward"]))
-    return forward_workload(units) if mode == "forward" else training_workload(units, deferred=mode == "deferred")
+    return toy_workload(units, draw(st.sampled_from(MODES)))
 
 
 shares = st.sampled_from([None, 0.0, 0.25, 0.5, 0.9, 1.0])

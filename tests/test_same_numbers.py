@@ -78,6 +78,16 @@ def test_gradients_on_nvme_give_the_same_bits_as_gradients_in_ram(run_file: RunF
     assert spilled["identical"], spilled
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5, 1])
+@pytest.mark.parametrize("resident", [0, 0.5])
+def test_when_a_unit_is_updated_never_changes_a_number(run_file: RunFile, share: float, resident: float) -> None:
+    """P1, I8: updates of some units wait for the next forward; a flush ends the last step."""
+    for serial in (False, True):
+        changes = setting(resident, None, 2, serial) | {"tiers.late_updates": share}
+        result = run_both(run_file, {"model.config": MODELS["llama"], **changes}, steps=4)
+        assert result["identical"], result
+
+
 def test_twenty_steps_stay_equal(run_file: RunFile) -> None:
     """OM-01: differences would grow; there are none to grow. Several passes also reuse every address."""
     for clip in (None, 0.5):

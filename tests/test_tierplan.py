@@ -116,6 +116,42 @@ def test_the_loss_takes_18_bytes_a_logit() -> None:
     assert quarter["logits and loss of one micro-batch"] * 4 == logits, "a quarter of the micro-batch, of the logits"
 
 
+def test_the_loss_in_chunks_takes_18_bytes_a_logit_of_a_chunk() -> None:
+    """PL-12: 1,024 of 32,768 tokens at a time are a 32nd of the line; nothing else of the question changes."""
+    config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 151_936}
+    asked = replace(
+        question("gpt2", 200 * GiB), config=config, tokens=32_768, seq_len=4096, micro_batch=8, model="wide"
+    )
+    whole, cut = sized(asked), sized(replace(asked, loss_chunk=1024))
+    logits = {line.what: line.nbytes for line in whole.compute}["logits and loss of one micro-batch"]
+    chunk = {line.what: line.nbytes for line in cut.compute}["logits and loss of one chunk"]
+    assert chunk * 32 == logits, f"{chunk} bytes a chunk, {logits} in all"
+    assert cut.units == whole.units and cut.compute[0] == whole.compute[0], (cut.compute, whole.compute)
+
+
+LOGITS_TOO_MANY = [
+    "--model qwen3-0.6b --host-memory 8GiB --nvme (7,6) --tokens 8192 --seq 2048 --micro-batch 4",
+    "--model qwen3-0.6b --host-memory 16GiB --gpu rtx4090 --device-memory 5GiB --nvme (7,6) --tokens 8192 --seq 2048"
+    " --micro-batch 4",
+]
+
+
+@pytest.mark.parametrize("options", LOGITS_TOO_MANY)
+def test_chunks_are_advised_before_a_smaller_micro_batch(invoke: Invoke, options: str) -> None:
+    """P2: where the logits alone are too many; the largest power of two that works, and twice as much does not."""
+    code, out, err = invoke(options)
+    assert (code, out) == (2, "") and "logits and loss of one micro-batch" in err, err
+    (advice,) = re.findall(r"^Fix: (.*)$", err, re.MULTILINE)
+    fixes = advice.split(", or ")
+    chunk = next(int(fix.split()[1]) for fix in fixes if fix.startswith("--loss-chunk "))
+    first = next(number for number, fix in enumerate(fixes) if fix.startswith("--loss-chunk "))
+    assert "--micro-batch 1" not in fixes[:first], fixes
+    code, out, err = invoke(f"{options} --loss-chunk {chunk} --json")
+    assert code == 0 and json.loads(out)["loss_chunk"] == chunk, err
+    assert invoke(f"{options} --loss-chunk {2 * chunk}")[0] == 2, f"{2 * chunk} tokens work too"
+
+
 def test_what_passes_through_is_on_the_bill_before_anything_is_pinned() -> None:
     """PL-06: four staged tensors of 1e9 elements are 16e9 bytes of FP32; a host of 16 GB is refused, with the line."""
     config = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 32_768, "num_hidden_layers": 4}
@@ -178,6 +214,7 @@ def test_a_refusal_names_the_least_memory() -> None:
         (f"{SMALL} --tokens 5000", "Fix: --tokens 4608 or 5120"),
         (f"{SMALL} --tokens 100", "Fix: --tokens 512"),
         (f"{SMALL} --total-tokens many", "15T"),
+        (f"{SMALL} --loss-chunk none", "--loss-chunk"),
         (f"{SMALL} --sweep ram=1..2", "host-memory=32GiB..512GiB"),
         (f"{SMALL} --sweep host-memory=8GiB..4GiB", "upward"),
         (f"{SMALL} --sweep device-memory=1GiB..4GiB", "Fix: --gpu"),

@@ -18,7 +18,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from megatrain.programs import UnitSize
+from megatrain.programs import UnitSize, forward_workload, late_units, training_workload
 from tiering.homes import Placement
 from tiering.schedule import Action, Operand, Schedule, Verb
 from tiering.workload import PAGE, Block, Lane, Life, Op, Program, Touch, Workload, make_workload
@@ -58,6 +58,17 @@ def toy_units(
     flops = embedding * flops_per_byte
     units.append(UnitSize(name="head", nbytes=head, borrows=borrows, forward_flops=flops, backward_flops=flops * 2))
     return units
+
+
+MODES = ("fused", "deferred", "mixed", "forward")
+"""The workloads of a model: updates in backward, all late, a half of them late; and a forward alone."""
+
+
+def toy_workload(units: Sequence[UnitSize], mode: str) -> Workload:
+    if mode == "forward":
+        return forward_workload(units)
+    late = late_units(units, 0.5) if mode == "mixed" else ()
+    return training_workload(units, deferred=mode == "deferred", late=late)
 
 
 def parameters(workload: Workload) -> int:

@@ -283,7 +283,7 @@ def balancing_share(parameters: int, resident_bytes: int = 0, forward_share: flo
     proportion to their computing. forward_share: of a step's FLOP, a quarter with recompute.
 
     Forward reads R bytes of weights, backward moves the rest of IO: R + alpha (IO - 2R) = forward_share x IO. Source:
-    design. The planner does not split updates today: without clipping alpha is 0, with it 1.
+    design. The planner tries an eighth of the units; with clipping alpha is 1.
 
     >>> round(balancing_share(7_000_000_000), 3)
     0.15

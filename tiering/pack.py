@@ -26,25 +26,36 @@ class Arc:
 
 _BEYOND = 1 << 62
 """A line after all others."""
+_STRETCHES = 128
+"""Parts of the list by which arcs are filed, so that each is held only against those that live near it."""
 
 
 def pack(arcs: Sequence[Arc]) -> tuple[list[int], int]:
     """Addresses in bytes for `arcs`, such that no two that meet overlap (I1), and the end of the highest one."""
     addresses = [0] * len(arcs)
-    placed: list[tuple[int, int, int, int]] = []  # first and last line, first address and the one after the last
+    last = max((max(arc.start, arc.end) for arc in arcs), default=0)
+    grain = last // _STRETCHES + 1
+    placed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(last // grain + 1)]
     top = 0
     for index in sorted(range(len(arcs)), key=lambda i: (-arcs[i].nbytes, arcs[i].start)):
         nbytes = arcs[index].nbytes
         spans = arcs[index].spans()
-        taken = [(lo, hi) for s, e, lo, hi in placed for start, end in spans if s <= end and start <= e]
-        taken.sort()
+        taken = {
+            (lo, hi)
+            for start, end in spans
+            for near in placed[start // grain : end // grain + 1]
+            for s, e, lo, hi in near
+            if s <= end and start <= e
+        }
         address = 0
-        for lo, hi in taken:
+        for lo, hi in sorted(taken):
             if lo - address >= nbytes:
                 break
             address = max(address, hi)
         addresses[index] = address
-        placed += [(start, end, address, address + nbytes) for start, end in spans]
+        for start, end in spans:
+            for near in placed[start // grain : end // grain + 1]:
+                near.append((start, end, address, address + nbytes))
         top = max(top, address + nbytes)
     return addresses, top
 

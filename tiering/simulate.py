@@ -82,12 +82,8 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
 
 def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timeline:
     """Run three passes of a cyclic schedule (one of any other) and report the last one."""
-    op_s = op_seconds(workload, hardware)
-    cost = [seconds(action, op_s, hardware) for action in schedule.actions]
     read, written = moved_bytes(schedule.actions, Verb.READ), moved_bytes(schedule.actions, Verb.WRITE)
-    if read and written:
-        stretch = hardware.mixed_stretch()
-        cost = [c * stretch if a.lane == "io" else c for a, c in zip(schedule.actions, cost, strict=True)]
+    cost = _costs(schedule, workload, hardware, mixed=bool(read and written))
     passes = 3 if schedule.cyclic else 1
     ends = _Run(schedule, cost, hardware, passes).ends()
     busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
@@ -111,6 +107,41 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     )
 
 
+def _costs(schedule: Schedule, workload: Workload, hardware: Hardware, *, mixed: bool) -> list[float]:
+    """Seconds of each action alone; mixed: where reads and writes share a drive."""
+    op_s = op_seconds(workload, hardware)
+    cost = [seconds(action, op_s, hardware) for action in schedule.actions]
+    if not mixed:
+        return cost
+    stretch = hardware.mixed_stretch()
+    return [c * stretch if a.lane == "io" else c for a, c in zip(schedule.actions, cost, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """When one line of a schedule runs, in seconds since its pass was opened. back: 1 in the pass before."""
+
+    line: int
+    back: int
+    begin_s: float
+    end_s: float
+
+
+def slots(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[Slot]:
+    """The pass that `simulate` reports, line by line, and the one before it (back=1), whose end may reach into it."""
+    mixed = all(moved_bytes(schedule.actions, verb) for verb in (Verb.READ, Verb.WRITE))
+    passes = 3 if schedule.cyclic else 1
+    run = _Run(schedule, _costs(schedule, workload, hardware, mixed=mixed), hardware, passes)
+    ends = run.ends()
+    opened_s = ends[-2] if passes > 1 else 0.0
+    return [
+        Slot(line=line, back=back, begin_s=run.begun_at[at] - opened_s, end_s=run.done_at[at] - opened_s)
+        for back in range(min(2, passes))
+        for line in range(run.count)
+        for at in [line + (passes - 1 - back) * run.count]
+    ]
+
+
 LANES: tuple[Lane, ...] = ("io", "h2d", "d2h", "update", "compute")
 
 
@@ -126,29 +157,31 @@ class _Run:
         self.kept = 1 - hardware.io_steals
         runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
         self.gate = runs[-1] if runs else self.count - 1
-        self.missing, self.followers = self._waits(runs)
+        self.followers: list[list[int]] = [[] for _ in self.actions]
+        self.next_followers: list[list[int]] = [[] for _ in self.actions]  # in the next pass
+        self.missing = self._waits(runs)
         self.ready: dict[Lane, list[int]] = {lane: [] for lane in LANES}
         self.running: dict[Lane, list[float]] = {}  # lane -> [action, seconds of work left]
+        self.begun_at = [0.0] * (self.count * passes)
         self.done_at = [0.0] * (self.count * passes)
         self.now = 0.0
 
-    def _waits(self, runs: list[int]) -> tuple[list[int], list[list[int]]]:
+    def _waits(self, runs: list[int]) -> list[int]:
+        """How many others each action still waits for; fills `followers` and `next_followers`, line by line."""
         before = {later: earlier for earlier, later in pairwise(runs)}  # computing ops are entered in order
-        total = self.count * self.passes
-        missing = [0] * total
-        followers: list[list[int]] = [[] for _ in range(total)]
-        for index in range(total):
-            number, line = divmod(index, self.count)
-            waits = {w + (number - back) * self.count for w, back in self.actions[line].after}
+        first, later = [0] * self.count, [0] * self.count
+        for line, action in enumerate(self.actions):
+            same = {waited for waited, back in action.after if not back}
             if line in before:
-                waits.add(before[line] + number * self.count)
-            if number:
-                waits.add(self.gate + (number - 1) * self.count)  # a pass is opened when the one before has computed
-            waits = {w for w in waits if w >= 0}
-            missing[index] = len(waits)
-            for w in waits:
-                followers[w].append(index)
-        return missing, followers
+                same.add(before[line])
+            past = {waited for waited, back in action.after if back}
+            past.add(self.gate)  # a pass is opened when the one before has computed
+            first[line], later[line] = len(same), len(same) + len(past)
+            for waited in same:
+                self.followers[waited].append(line)
+            for waited in past:
+                self.next_followers[waited].append(line)
+        return first + later * (self.passes - 1)
 
     def ends(self) -> list[float]:
         """Times at which the last computing op of each pass ends (the last action, where nothing computes)."""
@@ -169,6 +202,7 @@ class _Run:
         """Everything that `index` waits for has completed."""
         action = self.actions[index % self.count]
         if action.verb is Verb.DROP:
+            self.begun_at[index] = self.now
             self._finish(index)
         else:
             heappush(self.ready[action.lane], index)
@@ -179,6 +213,7 @@ class _Run:
             if queue and lane not in self.running:
                 index = heappop(queue)
                 self.running[lane] = [index, self.cost[index % self.count]]
+                self.begun_at[index] = self.now
         return bool(self.running)
 
     def _speeds(self) -> dict[Lane, float]:
@@ -194,7 +229,11 @@ class _Run:
 
     def _finish(self, index: int) -> None:
         self.done_at[index] = self.now
-        for follower in self.followers[index]:
+        number, line = divmod(index, self.count)
+        waiting = [follower + number * self.count for follower in self.followers[line]]
+        if number + 1 < self.passes:
+            waiting += [follower + (number + 1) * self.count for follower in self.next_followers[line]]
+        for follower in waiting:
             self.missing[follower] -= 1
             if not self.missing[follower]:
                 self._enter(follower)

@@ -7,9 +7,11 @@ Not here: the sum of a refusal (`question.py`), one variable over a range (`swee
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatrain.chunks import chunk_length
 from megatrain.tierplan.forecast import Forecast
 from megatrain.tierplan.question import Question, Sized, sized
 from megatrain.tierplan.variants import fits, shortage_of, with_drives, with_host_memory, with_question
+from megatrain.workspace import LOGITS
 from tiering.errors import BudgetError
 
 GiB = 1 << 30
@@ -81,6 +83,9 @@ def remedies(question: Question) -> list[str]:
     memory = _with_memory(question)
     found = [] if memory is None else [memory]
     first = sized(question)
+    chunk = _loss_chunk(first)
+    if chunk is not None:
+        found.append(f"--loss-chunk {chunk}")
     if first.micro_batch > 1 and fits(replace(question, micro_batch=1)):
         found.append("--micro-batch 1")
     for micro_batch in dict.fromkeys((question.micro_batch, None if question.micro_batch is None else 1)):
@@ -89,6 +94,21 @@ def remedies(question: Question) -> list[str]:
             found.append(f"--tokens {tokens}" + ("" if micro_batch == question.micro_batch else " --micro-batch 1"))
             break
     return found
+
+
+def _loss_chunk(ready: Sized) -> int | None:
+    """The largest power of two of tokens that makes a question fit by itself; None if there is none, or if it is not
+    the logits that take the most memory.
+    """
+    question = ready.question
+    if not ready.compute[-1].what.startswith(LOGITS):
+        return None
+    tokens = ready.micro_batch * chunk_length(ready.micro_batch, question.seq_len, question.loss_chunk)
+    powers = range((tokens - 1).bit_length() - 1, (ready.micro_batch - 1).bit_length() - 1, -1)
+    chunks = [1 << power for power in powers]
+    if not chunks or not fits(replace(question, loss_chunk=chunks[-1])):
+        return None
+    return next(chunk for chunk in chunks if fits(replace(question, loss_chunk=chunk)))
 
 
 def _fewer_tokens(question: Question) -> int | None:

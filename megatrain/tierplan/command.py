@@ -50,6 +50,9 @@ _Nvme = Annotated[
 ]
 _Tokens = Annotated[str | None, typer.Option(metavar="N", help=f"Tokens a step; default: {DEFAULT_TOKENS}.")]
 _MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences at a time; default: as room allows.")]
+_LossChunk = Annotated[
+    str | None, typer.Option(metavar="N", help="Tokens whose logits exist at a time; default: a micro-batch.")
+]
 _Seq = Annotated[int | None, typer.Option(min=2, help=f"Tokens a sequence; default: {DEFAULT_SEQ}.")]
 _Clip = Annotated[bool, typer.Option(help="Clip the gradient norm, which defers updates.")]
 _Hardware = Annotated[Path | None, typer.Option(metavar="FILE", help="Rates found by `megatrain measure`.")]
@@ -73,6 +76,7 @@ class _Asked:
     nvme: list[str] | None
     tokens: str | None
     micro_batch: int | None
+    loss_chunk: str | None
     seq: int | None
     clip: bool
     hardware: Path | None
@@ -97,6 +101,7 @@ def tierplan(
     nvme: _Nvme = None,
     tokens: _Tokens = None,
     micro_batch: _MicroBatch = None,
+    loss_chunk: _LossChunk = None,
     seq: _Seq = None,
     clip: _Clip = False,
     hardware: _Hardware = None,
@@ -113,7 +118,7 @@ def tierplan(
     """Plan the training of a language model in FP32 with its state in RAM and on NVMe; runs nothing."""
     asked = _Asked(
         model=model, host_memory=host_memory, device_memory=device_memory, gpu=gpu, nvme=nvme, tokens=tokens,
-        micro_batch=micro_batch, seq=seq, clip=clip, hardware=hardware, cpu_flops=cpu_flops,
+        micro_batch=micro_batch, loss_chunk=loss_chunk, seq=seq, clip=clip, hardware=hardware, cpu_flops=cpu_flops,
         total_tokens=total_tokens, sweep=sweep, plot=plot,
     )  # fmt: skip
     with reported(debug):
@@ -173,6 +178,7 @@ def _question(asked: _Asked) -> tuple[Question, Machine]:
         tokens=DEFAULT_TOKENS if asked.tokens is None else _count("--tokens", asked.tokens),
         seq_len=seq,
         micro_batch=asked.micro_batch,
+        loss_chunk=None if asked.loss_chunk is None else _count("--loss-chunk", asked.loss_chunk),
         host_memory=_host_memory(asked.host_memory, where),
         device_memory=where.device_memory,
         hardware=where.hardware,

@@ -64,7 +64,8 @@ class Memory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """A training that fits, and what a step of it will be. `tokens`: of a step. flops: of a step, as computed (with the
-    forward that backward runs again). device: None where the CPU computes.
+    forward that backward runs again). device: None where the CPU computes. loss_chunk: tokens of a micro-batch whose
+    logits exist at a time (None: all).
     """
 
     model: str
@@ -82,6 +83,7 @@ class Forecast:
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
     total_tokens: int | None = None
+    loss_chunk: int | None = None
 
     @property
     def step_s(self) -> float:
@@ -177,6 +179,12 @@ class Forecast:
         placed = [self.plan.bytes_at(kind) for kind in KINDS]
         return sum(nvme for _, nvme in placed) / sum(host + nvme for host, nvme in placed)
 
+    def late_share(self) -> float:
+        """Share of the weights whose update waits for the next step's forward."""
+        workload = self.plan.workload
+        late = sum(block.nbytes for block in workload.of_life("carried"))
+        return late / sum(block.nbytes for block in workload.of_life("durable") if block.kind == "weight")
+
     def disk_bytes(self) -> int:
         """Room that the store takes: two slots of what is durable, one of what is spilled."""
         spilled = {
@@ -253,6 +261,7 @@ class Forecast:
             "tokens": self.tokens,
             "micro_batch": self.micro_batch,
             "seq_len": self.seq_len,
+            "loss_chunk": self.loss_chunk,
             "host_budget_bytes": self.host.arena_budget_bytes,
             "arena_bytes": self.plan.host_bytes,
             "host_lines": _named(self.host.arena),
@@ -267,6 +276,7 @@ class Forecast:
             "export_bf16_bytes": BF16_BYTES * self.parameters,
             **self._step_json(),
             "update": "deferred" if self.deferred else "fused",
+            "late_updates": self.late_share(),
             "lookahead": self.plan.knobs.lookahead,
             "lag": self.plan.knobs.lag,
             "tile_bytes": self.plan.knobs.tile_bytes,

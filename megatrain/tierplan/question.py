@@ -15,10 +15,12 @@ from typing import Any
 from megatrain.catalog.estimate import estimate
 from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
 from megatrain.catalog.unit_cost import UnitCost
+from megatrain.chunks import chunk_length
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from megatrain.sizes import format_rate, format_size
 from megatrain.tierplan.forecast import Assumption, Forecast, Memory
+from megatrain.training_plan import Limits, plan_training
 from megatrain.workspace import (
     CUDA_LIBRARIES,
     DEVICE_CONTEXT,
@@ -29,7 +31,7 @@ from megatrain.workspace import (
 from tiering.errors import BudgetError
 from tiering.hardware import RATE_UNITS, Drive, Hardware, all_drives
 from tiering.lower import Knobs
-from tiering.plan import Line, Plan, ShortError, frugal, make_plan
+from tiering.plan import Line, Plan, ShortError, frugal
 from tiering.workload import Tier, Workload
 
 DEFAULT_SEQ = 2048
@@ -39,6 +41,7 @@ DEFAULT_SEQ = 2048
 class Question:
     """What is to be trained, how, on what. tokens: of a step. host_memory, device_memory: bytes in all, from which the
     libraries take theirs (device_memory None: the CPU computes). micro_batch: sequences (None: to be chosen).
+    loss_chunk: tokens of a micro-batch whose logits exist at a time (None: all).
     """
 
     model: str
@@ -50,6 +53,7 @@ class Question:
     drives: tuple[Drive, ...]
     device_memory: int | None = None
     micro_batch: int | None = None
+    loss_chunk: int | None = None
     deferred: bool = False
     resident: float | None = None
     total_tokens: int | None = None
@@ -125,12 +129,11 @@ class Sized:
     def plan(self, candidates: Sequence[Knobs] | None = None) -> Plan:
         """The planner's answer. Raises `ShortageError`."""
         try:
-            return make_plan(
-                self.workload(),
+            return plan_training(
+                self.units,
                 self.question.hardware,
-                self.host_budget,
-                self.question.resident,
-                self.device_budget,
+                Limits(host_bytes=self.host_budget, resident=self.question.resident, device_bytes=self.device_budget),
+                deferred=self.question.deferred,
                 candidates=candidates,
             )
         except ShortError as error:
@@ -166,20 +169,21 @@ def sized(question: Question) -> Sized:
     on_device = question.device_memory is not None
 
     def workspace(rows: int) -> int:
-        costs = facts.costs(rows, question.seq_len, on_device)
+        costs = facts.costs(rows, question.seq_len, question.loss_chunk, on_device)
         return compute_lines(costs, facts.head, question.rows // rows)[-1].nbytes
 
     micro_batch = question.micro_batch
     if micro_batch is None:
         micro_batch = chosen_micro_batch(question.rows, memory, workspace)
         notes.append(f"micro-batch {micro_batch} was chosen: it computes in a quarter of the memory at most")
-    costs = facts.costs(micro_batch, question.seq_len, on_device)
+    costs = facts.costs(micro_batch, question.seq_len, question.loss_chunk, on_device)
     count = question.rows // micro_batch
+    chunked = chunk_length(micro_batch, question.seq_len, question.loss_chunk) < question.seq_len
     return Sized(
         question=question,
         micro_batch=micro_batch,
         units=tuple(_costed(facts.units, costs, count)),
-        compute=compute_lines(costs, facts.head, count),
+        compute=compute_lines(costs, facts.head, count, chunked=chunked),
         notes=tuple(notes),
     )
 
@@ -223,6 +227,7 @@ def from_plan(ready: Sized, plan: Plan, hardware: Hardware, drives: tuple[Drive,
         tokens=question.tokens,
         micro_batch=ready.micro_batch,
         seq_len=question.seq_len,
+        loss_chunk=question.loss_chunk,
         deferred=question.deferred,
         plan=plan,
         hardware=hardware,
@@ -285,10 +290,10 @@ class _Facts:
     def head(self) -> str:
         return self.units[-1].name
 
-    def costs(self, micro_batch: int, seq_len: int, gpu: bool) -> Mapping[str, UnitCost]:
+    def costs(self, micro_batch: int, seq_len: int, loss_chunk: int | None, gpu: bool) -> Mapping[str, UnitCost]:
         if self.model is not None:
-            return _profiled(self, micro_batch, seq_len)
-        costs = estimate(self.config, micro_batch, seq_len, gpu=gpu)
+            return _profiled(self, micro_batch, seq_len, loss_chunk)
+        costs = estimate(self.config, micro_batch, seq_len, gpu=gpu, loss_chunk=loss_chunk)
         assert costs is not None, "a config with sizes but without costs"
         return costs
 
@@ -309,10 +314,13 @@ def _facts(config_json: str) -> _Facts:
 
 
 @lru_cache(maxsize=16)
-def _profiled(facts: _Facts, micro_batch: int, seq_len: int) -> Mapping[str, UnitCost]:
+def _profiled(facts: _Facts, micro_batch: int, seq_len: int, loss_chunk: int | None) -> Mapping[str, UnitCost]:
+    from megatrain.loss import refuse_uncuttable
     from megatrain.profile import profile
 
-    return profile(facts.model, micro_batch, seq_len)
+    if loss_chunk is not None:
+        refuse_uncuttable(facts.model, "--loss-chunk")
+    return profile(facts.model, micro_batch, seq_len, loss_chunk)
 
 
 def _costed(units: Sequence[UnitSize], costs: Mapping[str, UnitCost], micro_batches: int) -> Iterator[UnitSize]:

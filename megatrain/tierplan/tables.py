@@ -114,6 +114,13 @@ def _busy(busy_s: float, step_s: float) -> tuple[str, str]:
     return format_seconds(busy_s), f"{busy_s / step_s:.0%}"
 
 
+def _update_mode(forecast: Forecast) -> str:
+    if forecast.deferred:
+        return "deferred (clipping)"
+    late = forecast.late_share()
+    return f"fused, {late:.0%} of it in the next forward" if late else "fused"
+
+
 def _flops(per_s: float) -> str:
     """`82.6 TFLOP/s`, or GFLOP/s below one."""
     return f"{per_s / 1e12:.3g} TFLOP/s" if per_s >= 1e12 else f"{per_s / 1e9:.3g} GFLOP/s"
@@ -134,7 +141,7 @@ def _step_lines(forecast: Forecast) -> Iterator[str]:
     )
     yield (
         f"NVMe moves {forecast.bytes_per_param:.1f} bytes a parameter and step; update "
-        f"{'deferred (clipping)' if forecast.deferred else 'fused'}, lookahead {knobs.lookahead} ops, {knobs.ring} "
+        f"{_update_mode(forecast)}, lookahead {knobs.lookahead} ops, {knobs.ring} "
         f"tiles of {format_size(knobs.tile_bytes)}"
     )
     hidden = forecast.tokens_to_hide_io()
