@@ -1,6 +1,6 @@
 """P5: what a step really did, made from spans and measurements.
 
-Scope: figures from spans, and the unit costs that the plan reckons with.
+Scope: figures from spans, causes of waits, and the unit costs that the plan reckons with.
 Not here: measurements of the machine (`test_measure.py`), whole runs (`test_run.py`), the simulation
 (`test_simulate.py`).
 """
@@ -16,8 +16,10 @@ from megatrain.profile import profile
 from megatrain.programs import UnitSize, training_workload
 from megatrain.timing import time_units
 from tiering.hardware import assumed_hardware
+from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import op_seconds
-from tiering.trace import WAIT, Span, Trace, figures
+from tiering.trace import UPDATE, WAIT, InPass, Span, Trace, figures, name_waits
+from tiering.workload import PAGE
 
 
 def span(what: str, begin_s: float, end_s: float, nbytes: int = 0, name: str = "x") -> Span:
@@ -37,10 +39,70 @@ def test_overlapping_transfers_keep_the_lane_busy_once() -> None:
         ],
         wall_s=7.0,
     )
-    assert (found.io_s, found.update_s) == (4, 2)
+    assert (found.io_s, found.read_s, found.write_s, found.update_s) == (4, 3, 1, 2)
     assert (found.read_bytes, found.written_bytes) == (30, 7)
     assert found.stalls == {"READ L7.weight": 0.75}
     assert found.stall_s == 0.75
+
+
+def hand_made() -> Schedule:
+    """READ a, READ b, an update of b, DROP b, and an op on a where b was: it waits for all of them."""
+
+    def action(verb: Verb, name: str, lane: str, *places: tuple[str, int, bool]) -> Action:
+        operands = tuple(
+            Operand(block=block, lo=0, hi=PAGE, address=page * PAGE, reads=verb is Verb.RUN, writes=writes)
+            for block, page, writes in places
+        )
+        return Action(verb=verb, name=name, lane=lane, operands=operands)  # type: ignore[arg-type]
+
+    actions = [
+        action(Verb.READ, "READ a/weight[0:4096]", "io", ("a/weight", 0, False)),
+        action(Verb.READ, "READ b/exp_avg[0:4096]", "io", ("b/exp_avg", 1, False)),
+        action(Verb.RUN, "upd.b#0", "update", ("b/exp_avg", 1, True)),
+        action(Verb.DROP, "DROP b/exp_avg[0:4096]", "io", ("b/exp_avg", 1, False)),
+        action(Verb.RUN, "fwd.a", "compute", ("a/weight", 0, False), ("a/activation", 1, True)),
+    ]
+    waits = order(actions, False)
+    return Schedule(
+        name="hand", actions=tuple(replace(a, after=after) for a, after in zip(actions, waits, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("read_a_ends", "read_b_ends", "update", "cause"),
+    [
+        (5.0, 2.0, (2.0, 3.0), "READ a/weight[0:4096]"),
+        (2.0, 5.0, (5.0, 6.0), "READ b/exp_avg[0:4096]"),
+        (2.0, 0.5, (0.5, 6.0), "upd.b#0"),
+    ],
+    ids=["the weight came last", "the moment came last, and its update ran in the wait", "the update ran before"],
+)
+def test_a_wait_is_put_down_to_the_action_that_ended_it(
+    read_a_ends: float, read_b_ends: float, update: tuple[float, float], cause: str
+) -> None:
+    """P5: of all that an op comes after, also through a DROP, the last one to end; an update that the waiting thread
+    itself ran is no cause, what it came after is.
+    """
+    schedule = hand_made()
+
+    def at(line: int) -> InPass:
+        return InPass(pass_number=3, schedule=schedule, line=line)
+
+    begun, ended = update
+    wait = Span(what=WAIT, name="?", begin_s=1, end_s=6.5, paused_s=1.0 if begun > 1 else 0.0, at=at(4))
+    spans = [
+        wait,
+        Span(what="READ", name="READ a/weight[0:4096]", begin_s=0, end_s=read_a_ends, nbytes=PAGE, at=at(0)),
+        Span(what="READ", name="READ b/exp_avg[0:4096]", begin_s=0, end_s=read_b_ends, nbytes=PAGE, at=at(1)),
+        Span(what=UPDATE, name="upd.b#0", begin_s=begun, end_s=ended, nbytes=PAGE, at=at(2)),
+        Span(what="READ", name="another pass's", begin_s=0, end_s=6.4, at=replace(at(0), pass_number=4)),
+    ]
+    named = name_waits(spans)
+    assert named[1:] == spans[1:], "only waits are renamed"
+    assert (named[0].name, named[0].nbytes) == (cause, PAGE), f"{named[0]}"
+    stalls = figures(named, 7.0).stalls
+    assert list(stalls) == [cause.partition("[")[0].partition("#")[0]], f"{stalls}"
+    assert stalls == {next(iter(stalls)): pytest.approx(5.5 - wait.paused_s)}
 
 
 def test_a_trace_loses_no_span_of_any_thread() -> None:
