@@ -1,4 +1,4 @@
-"""Does it fit? The refusals that need no model: of the budget, the number of drives, the device.
+"""Does it fit? The refusals that need no model: of the budget, the drives, the device.
 
 Scope: checks on a run file and the machine that take well under a second.
 Not here: what only the model or torch can tell (`prepare.py`).
@@ -17,22 +17,19 @@ from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from tiering.choose import refuse_engine
 from tiering.errors import BudgetError
-from tiering.hardware_file import load
+from tiering.hardware_file import DriveEntry, HardwareFile, load
 from tiering.limits import memory_limit
 from tiering.plan import refuse
 
 
 def refuse_early(run: RunConfig) -> None:
     """Raises UserError or a TieringError for a run that cannot work, as far as can be told without torch."""
-    if len(run.tiers.nvme) > 1:
-        raise UserError(
-            f"tiers.nvme: {len(run.tiers.nvme)} folders; several drives are not supported yet. Fix: give one"
-        )
     if run.device == "cuda":
         raise UserError("device: cuda is not supported yet. Fix: device: cpu")
-    refuse_engine(run.tiers.engine, run.tiers.nvme[0])
+    for folder in run.tiers.nvme:
+        refuse_engine(run.tiers.engine, folder)
     if run.tiers.hardware is not None:
-        load(run.tiers.hardware)
+        drives_of(run, load(run.tiers.hardware))
     config = run.model.json_config()
     sizes = unit_sizes(config)
     costs = estimate(config, run.train.micro_batch, run.data.seq_len)
@@ -42,6 +39,23 @@ def refuse_early(run: RunConfig) -> None:
         refuse_budget(run, [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes])
     else:
         host_budget(run)
+
+
+def drives_of(run: RunConfig, file: HardwareFile) -> list[DriveEntry]:
+    """The drive of each folder of `tiers.nvme` in a hardware file: that whose path holds it, else by order."""
+    found = []
+    for number, folder in enumerate(run.tiers.nvme):
+        holding = [drive for drive in file.drives if folder.is_relative_to(drive.path)]
+        if holding:
+            found.append(max(holding, key=lambda drive: len(drive.path)))
+        elif number < len(file.drives):
+            found.append(file.drives[number])
+        else:
+            raise UserError(
+                f"tiers.hardware: {run.tiers.hardware} knows {len(file.drives)} drives, and none for folder "
+                f"{number + 1} of tiers.nvme, {folder}. Fix: measure them together, with one --path a drive"
+            )
+    return found
 
 
 def refuse_budget(run: RunConfig, sizes: list[UnitSize]) -> None:

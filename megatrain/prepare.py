@@ -12,17 +12,21 @@ import psutil
 
 from megatrain.catalog.unit_cost import UnitCost
 from megatrain.checkpoint import Checkpoint
+from megatrain.chunks import chunk_length
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
-from megatrain.fit import host_budget, in_settings, refuse_budget, refuse_early, resident_share
-from megatrain.model import Units, build, find_units, model_config
+from megatrain.fit import drives_of, host_budget, in_settings, refuse_budget, refuse_early, resident_share
+from megatrain.loss import refuse_uncuttable
+from megatrain.model import Units
 from megatrain.profile import profile
-from megatrain.programs import UnitSize, forward_workload, training_workload
+from megatrain.programs import UnitSize, forward_workload
+from megatrain.run_model import build_units, open_checkpoint
 from megatrain.timing import UnitTime, time_units
-from megatrain.workspace import WORKING_ROOM, compute_lines
-from tiering.hardware import Hardware, assumed_hardware
+from megatrain.training_plan import Limits, plan_training
+from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines
+from tiering.hardware import Drive, Hardware, assumed_hardware
 from tiering.hardware_file import load
-from tiering.measure import measure
+from tiering.measure import measure, measure_drives, shared
 from tiering.plan import Line, Plan, make_plan
 from tiering.workload import Workload
 
@@ -32,12 +36,15 @@ MEASURE_MOST_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that fits. compute_lines: memory beside the arena, bytes; baseline: this process before it starts."""
+    """A run that fits. drives: that of each folder of `tiers.nvme`; hardware has all of them together. compute_lines:
+    memory beside the arena, bytes; baseline: this process before it starts.
+    """
 
     run: RunConfig
     units: Units
     plan: Plan
     hardware: Hardware
+    drives: tuple[Drive, ...]
     costs: Mapping[str, UnitCost]
     times: Mapping[str, UnitTime]
     checkpoint: Checkpoint | None
@@ -53,27 +60,36 @@ class Prepared:
 def prepare(run: RunConfig) -> Prepared:
     """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written."""
     refuse_early(run)
-    units = find_units(build(model_config(run.model.json_config())))
+    units = build_units(run.model)
     budget = host_budget(run)
-    checkpoint = Checkpoint(run.model.path, units) if run.model.path is not None else None
-    costs = profile(units, run.train.micro_batch, run.data.seq_len)
+    checkpoint = open_checkpoint(run.model, units)
+    if run.train.loss_chunk is not None:
+        refuse_uncuttable(units, "train.loss_chunk")
+    costs = profile(units, run.train.micro_batch, run.data.seq_len, run.train.loss_chunk)
     micro_batches = run.train.batch // run.train.micro_batch
     refuse_budget(run, _costed(units, costs, {}, micro_batches))
     room = Line(what="threads and bookkeeping", nbytes=WORKING_ROOM)
-    lines = (*compute_lines(costs, units.head.name, micro_batches), room)
+    lines = (*compute_lines(costs, units.head.name, micro_batches, chunked=_chunked(run)), room)
     _refuse_compute(run, lines)
-    hardware = _measured(run, units, budget)
+    hardware, drives = _measured(run, units, budget)
     times = _timed(run, units, costs, hardware, budget)
     sizes = _costed(units, costs, times, micro_batches)
-    workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
     with in_settings():
-        plan = make_plan(workload, hardware, budget, resident_share(run))
+        plan = plan_training(
+            sizes,
+            hardware,
+            Limits(host_bytes=budget, resident=resident_share(run)),
+            deferred=run.train.max_grad_norm is not None,
+            late=None if run.tiers.late_updates == "auto" else run.tiers.late_updates,
+            validates=run.data.validation is not None,
+        )
     importlib.import_module("zarr")  # the store will: what it takes belongs to the baseline
     return Prepared(
         run=run,
         units=units,
         plan=plan,
         hardware=hardware,
+        drives=drives,
         costs=costs,
         times=times,
         checkpoint=checkpoint,
@@ -85,24 +101,29 @@ def prepare(run: RunConfig) -> Prepared:
 
 def forward_plan(run: RunConfig, units: Units) -> Plan:
     """A plan for forwards alone, with the run's budget."""
-    workload: Workload = forward_workload([unit.size() for unit in units])
+    workload: Workload = forward_workload([unit.size() for unit in units.stored])
     with in_settings():
         return make_plan(workload, assumed_hardware(), host_budget(run))
 
 
-def _measured(run: RunConfig, units: Units, budget: int) -> Hardware:
-    """Rates of this machine: from the file that the run names, else measured now."""
+def _measured(run: RunConfig, units: Units, budget: int) -> tuple[Hardware, tuple[Drive, ...]]:
+    """Rates of this machine and of each drive: from the file that the run names, else measured now."""
     if run.tiers.hardware is not None:
-        return load(run.tiers.hardware).hardware()
+        file = load(run.tiers.hardware)
+        entries = drives_of(run, file)
+        used = tuple(drive for drive in file.drives if drive in entries)
+        drives = tuple(shared(entry.drive(), entries.count(entry)) for entry in entries)
+        return file.model_copy(update={"drives": used}).hardware(), drives
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
-    return measure(
+    first = measure(
         run.tiers.nvme[0],
         width=min(text.hidden_size, 4096),
         tokens=min(tokens, 4096),
         memory=budget,
         steals=True,
     )
+    return measure_drives(first, run.tiers.nvme, memory=budget)
 
 
 def _timed(
@@ -112,7 +133,7 @@ def _timed(
     flops = sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values()))
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
-    return time_units(units, run.train.micro_batch, run.data.seq_len, budget)
+    return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk)
 
 
 def _costed(
@@ -120,7 +141,8 @@ def _costed(
 ) -> list[UnitSize]:
     """Units with what they cost a step."""
     unknown = UnitTime(forward_s=0.0, backward_s=0.0)
-    return [
+    frozen = [unit.size() for unit in units.frozen]
+    return frozen + [
         replace(
             unit.size(),
             activation_bytes=micro_batches * costs[unit.name].input_bytes,
@@ -133,12 +155,26 @@ def _costed(
     ]
 
 
+def _chunked(run: RunConfig) -> bool:
+    """True if a micro-batch has several chunks."""
+    return _chunk_tokens(run) < run.train.micro_batch * run.data.seq_len
+
+
+def _chunk_tokens(run: RunConfig) -> int:
+    """Tokens whose logits exist at a time."""
+    train = run.train
+    return train.micro_batch * chunk_length(train.micro_batch, run.data.seq_len, train.loss_chunk)
+
+
 def _refuse_compute(run: RunConfig, lines: tuple[Line, ...]) -> None:
     """Without a GPU the device tier is host memory; `tiers.device_memory` then bounds what computing takes of it."""
     needed = sum(line.nbytes for line in lines)
     if run.tiers.device_memory is not None and needed > run.tiers.device_memory:
         rows = "".join(f"\n  {line.what:<34} {line.nbytes:>14} bytes" for line in lines)
+        logits = any(line.what.startswith(LOGITS) for line in lines)
+        shorter = logits and _chunk_tokens(run) > run.train.micro_batch
+        chunk = f"train.loss_chunk < {_chunk_tokens(run)}, " if shorter else ""
         raise UserError(
             f"DEVICE needs {needed} bytes to compute, tiers.device_memory is {run.tiers.device_memory}:{rows}\n"
-            f"Fix: tiers.device_memory >= {needed}, a smaller train.micro_batch, or fewer sequences a step"
+            f"Fix: tiers.device_memory >= {needed}, {chunk}a smaller train.micro_batch, or fewer sequences a step"
         )

@@ -42,24 +42,25 @@ def sync(paths: Iterable[Path]) -> None:
             os.fsync(file.fileno())
 
 
-def put(store: BlockStore, name: str, data: bytes, lo: int = 0) -> None:
-    """Writes `data` at byte `lo` of a block, as an engine would, and says so."""
+def put(store: BlockStore, name: str, data: bytes, lo: int = 0, *, at_hand: bool = True) -> None:
+    """Writes `data` at byte `lo` of a block, as an engine would, and says so; at_hand: with the bytes themselves."""
     hi = lo + len(data)
     for extent, start, end in store.write_extents(name, lo, hi):
         with open(extent.path, "r+b") as file:
             file.seek(extent.offset)
             file.write(data[start - lo : end - lo])
-        store.wrote(name, start, end)
+        store.wrote(name, start, end, data[start - lo : end - lo] if at_hand else None)
 
 
 def get(store: BlockStore, name: str) -> bytes:
-    """The current bytes of a block."""
+    """The current bytes of a block, compared with their checksums."""
     found = b""
     for extent, start, end in store.read_extents(name, 0, store.blocks[name].nbytes):
         assert (start, end - start) == (len(found), extent.nbytes), f"extents of {name} leave a gap at {len(found)}"
         with open(extent.path, "rb") as file:
             file.seek(extent.offset)
             found += file.read(extent.nbytes)
+        store.compare(name, start, found[start:])
     return found
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kvikio_stand_in import StandIn
 
 from tiering.choose import choose_engine
 from tiering.engine import Extent
@@ -21,27 +22,6 @@ PAGE = 4096
 NO_CUDA = (
     "KvikIO failure at: /src/shim/utils.cpp:21: libcuda.so.1: cannot open shared object file: No such file or directory"
 )
-
-
-class StandIn:
-    """kvikio's CuFile over plain files."""
-
-    def __init__(self, path: Path, flags: str) -> None:
-        self._file = open(  # noqa: SIM115 (closed by close, as the real one)
-            path, {"r": "rb", "r+": "r+b"}[flags], buffering=0
-        )
-
-    def pread(self, buf: np.ndarray, size: int, file_offset: int) -> SimpleNamespace:
-        return SimpleNamespace(get=lambda: os.preadv(self._file.fileno(), [buf[:size]], file_offset))
-
-    def pwrite(self, buf: np.ndarray, size: int, file_offset: int) -> SimpleNamespace:
-        return SimpleNamespace(get=lambda: os.pwritev(self._file.fileno(), [buf[:size]], file_offset))
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def failing(error: Exception) -> type[StandIn]:

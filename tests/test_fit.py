@@ -47,11 +47,10 @@ def test_an_unknown_architecture_is_refused_by_its_real_sizes(run_file: RunFile)
         prepare(run)
 
 
-def test_what_is_not_there_yet_is_said_at_once(run_file: RunFile, tmp_path: Path) -> None:
+def test_what_is_not_there_yet_is_said_at_once(run_file: RunFile) -> None:
     """CF-04, CF-05."""
     for change, what in (
         ({"device": "cuda"}, "cuda is not supported yet"),
-        ({"tiers.nvme": [str(tmp_path / "a"), str(tmp_path / "b")]}, "several drives"),
         ({"tiers.host_memory": "900TiB"}, "more than"),
     ):
         with pytest.raises(UserError, match=what):

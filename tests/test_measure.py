@@ -9,16 +9,19 @@ import fcntl
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tiering import measure as measure_module
 from tiering import measure_disk, measure_memory
+from tiering.drive import DriveFacts
 from tiering.engine import Extent
 from tiering.errors import DiskFullError, IOFailedError, PlaceError
-from tiering.hardware import Rate
-from tiering.measure import io_steals, measure
+from tiering.hardware import Rate, assumed_hardware
+from tiering.measure import by_drive, io_steals, measure, measure_drives
 from tiering.measure_disk import (
     DiskRates,
     best_depth,
@@ -30,6 +33,7 @@ from tiering.measure_disk import (
 from tiering.measure_memory import device_copy_rates, host_copy_rate, product_shape, update_elements
 from tiering.posix import PosixEngine
 from tiering.probe_file import MIXES, probe_file, remove_stale
+from tiering.spread import rate_of
 
 KiB, MiB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -119,6 +123,33 @@ def test_measured_rates_say_so_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert hardware.queue_depth in measure_disk.QUICK_DEPTHS
     assert hardware.assumed() == []
     assert [path.name for path in tmp_path.rglob("*")] == ["tier"]
+
+
+def test_each_drive_is_measured_once_and_shared_by_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: all drives together are the sum; two folders on one drive are not faster than one."""
+    facts = {"a": "nvme0n1", "b": "nvme1n1", "c": "nvme0n1"}
+    paths = [tmp_path / name / "run" for name in facts]
+    for path in paths:
+        path.parent.mkdir()
+    monkeypatch.setattr(measure_module, "drive_facts", lambda path: DriveFacts(devices=(facts[path.name],)))
+    asked: list[Path] = []
+
+    def quick(path: Path, engine: object, **options: object) -> DiskRates:
+        asked.append(path)
+        return rates(8, 1e9)
+
+    monkeypatch.setattr(measure_module, "quick_rates", quick)
+    first = replace(assumed_hardware(), mixed=Rate(per_s=3e9, source="measured"), queue_depth=2)
+    assert by_drive(paths) == [[paths[0], paths[2]], [paths[1]]]
+    together, drives = measure_drives(first, paths, memory=MiB)
+    assert asked == [paths[1]]
+    assert together.mixed is not None and together.mixed.per_s == 4e9, together.mixed
+    assert (together.queue_depth, together.read.per_s) == (10, first.read.per_s + 1e9)
+    assert [drive.name for drive in drives] == [str(path) for path in paths]
+    assert [rate_of(drive) for drive in drives] == [1.5e9, 1e9, 1.5e9]
+    assert drives[0].read.source == "assumed" and drives[1].read.source == "measured"
+    alone, (drive,) = measure_drives(first, paths[:1], memory=MiB)
+    assert (alone, drive.mixed) == (first, first.mixed), "one drive is what was measured of it"
 
 
 @pytest.mark.parametrize("memory", [64 << 10, 1 << 20, 96 << 20, 64 << 30])

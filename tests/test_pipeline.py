@@ -22,6 +22,7 @@ from models import MODELS
 
 from megatrain.config import RunConfig, load_run
 from megatrain.engine import StepEngine
+from megatrain.inputs import every_token
 from megatrain.model import first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
@@ -170,8 +171,8 @@ def opened(
             engine.close()
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(step))
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return every_token(torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(step)))
 
 
 def train(prepared: Prepared, root: Path, wrap: Callable[[IOEngine], Any], lanes: Lanes | None = None) -> list[float]:

@@ -266,8 +266,8 @@ def test_a_manifest_cannot_name_a_path_or_nonsense(tmp_path: Path, key: str, val
 def test_a_newer_format_is_not_called_damage(tmp_path: Path) -> None:
     committed(tmp_path / "nvme")
     path = tmp_path / "nvme" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(WrongStateError, match="format 2"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    with pytest.raises(WrongStateError, match="format 3"):
         BlockStore.open(tmp_path / "nvme")
 
 

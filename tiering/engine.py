@@ -8,12 +8,15 @@ Invariants: I6 (a short transfer is an error). An engine never creates a file an
 """
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
 
 from tiering.errors import DamagedStateError, DiskFullError, IOFailedError
 from tiering.place import free_bytes
@@ -31,18 +34,28 @@ class Extent:
     block: str
 
 
+class HostArray(Protocol):
+    """Host memory that knows its shape and strides: a numpy array, or a torch tensor of the CPU."""
+
+    def __array__(self, *args: Any, **kwargs: Any) -> "np.ndarray": ...
+
+
+View = memoryview | HostArray
+
+
 class IOEngine(Protocol):
     """One future a request, which completes with the bytes moved: always `extent.nbytes`.
 
     The engine owns `view` from submission until the future completes: the caller neither reads, writes nor lends it
-    in between.
+    in between. What is moved are the elements of `view` in their logical order, whatever its strides. The trainer's
+    views are flat; others are copied on their way. After `close` a request is refused with `IOFailedError`.
     """
 
     name: str
 
-    def submit_read(self, extent: Extent, view: memoryview) -> Future[int]: ...
+    def submit_read(self, extent: Extent, view: View) -> Future[int]: ...
 
-    def submit_write(self, extent: Extent, view: memoryview) -> Future[int]: ...
+    def submit_write(self, extent: Extent, view: View) -> Future[int]: ...
 
     def sync(self, paths: Iterable[Path]) -> None:
         """Makes completed writes to these files durable; the caller has waited for their futures."""
@@ -55,6 +68,45 @@ class IOEngine(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+@contextmanager
+def flat(verb: Verb, extent: Extent, view: View) -> Iterator[memoryview]:
+    """The bytes of `view`, one after the other: its own memory where they lie so, a copy otherwise, which is brought
+    back after a read.
+    """
+    array = np.asarray(view)
+    assert array.nbytes == extent.nbytes, f"{extent.block}: a view of {array.nbytes} bytes for {extent.nbytes}"
+    if array.flags.c_contiguous:
+        yield array.reshape(-1).view(np.uint8).data
+        return
+    copy = np.ascontiguousarray(array)
+    yield copy.reshape(-1).view(np.uint8).data
+    if verb == "read":
+        np.copyto(array, copy)
+
+
+def closed_engine(verb: Verb, extent: Extent) -> IOFailedError:
+    """What a request meets that comes after `close`."""
+    return IOFailedError(
+        f"block {extent.block}: {verb} of {extent.nbytes} bytes at offset {extent.offset} of {extent.path}: "
+        f"the I/O engine is closed. Fix: open the store anew."
+    )
+
+
+def failed_sync(path: Path, reason: str) -> IOFailedError:
+    """What a person reads when a file could not be made durable."""
+    return IOFailedError(
+        f"{path}: flushing to the disk failed: {reason}. Fix: check the disk (dmesg), then resume from the last commit."
+    )
+
+
+def deleted_file(path: Path) -> DamagedStateError:
+    """What a person reads when a file that is open was deleted: a commit would name what nobody can open any more."""
+    return DamagedStateError(
+        f"{path}: the file was deleted while it was in use, so it cannot be part of a commit. "
+        f"Fix: find out who deleted it, then resume from the last commit."
+    )
 
 
 def short_transfer(verb: Verb, extent: Extent, moved: int) -> IOFailedError:
@@ -74,17 +126,22 @@ def short_transfer(verb: Verb, extent: Extent, moved: int) -> IOFailedError:
 def failed_transfer(verb: Verb, extent: Extent, error: OSError) -> IOFailedError:
     """The typed error for what the kernel said about a transfer."""
     where = f"block {extent.block}: {verb} of {extent.nbytes} bytes at offset {extent.offset} of {extent.path}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        fix = "raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else "make room"
         return DiskFullError(
-            f"{where}: {error.strerror}: wanted {extent.nbytes} bytes, "
-            f"{free_bytes(extent.path)} bytes are free. "
-            f"Fix: make room, then resume from the last commit."
+            f"{where}: {error.strerror}: wanted {extent.nbytes} bytes, {free_bytes(extent.path)} bytes are free. "
+            f"Fix: {fix}, then resume from the last commit."
+        )
+    if error.errno == errno.ENOENT and not extent.path.parent.is_dir():
+        return IOFailedError(
+            f"{where}: its folder is gone: the drive has vanished, or somebody moved it. "
+            f"Fix: bring {extent.path.parent} back, then resume from the last commit."
         )
     if error.errno == errno.ENOENT:
         return DamagedStateError(
             f"{where}: the file is missing: wanted {extent.nbytes} bytes, found 0. Fix: resume from an earlier commit."
         )
     name = errno.errorcode.get(error.errno or 0, "unknown error")
-    return IOFailedError(
-        f"{where} failed: {name} ({error.strerror}). Fix: check the disk (dmesg), then resume from the last commit."
-    )
+    refused = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+    fix = "make it writable (a disk with faults is remounted read-only: dmesg)" if refused else "check the disk (dmesg)"
+    return IOFailedError(f"{where} failed: {name} ({error.strerror}). Fix: {fix}, then resume from the last commit.")

@@ -1,102 +1,87 @@
 """The I/O engine on kvikio, which uses GPUDirect Storage where the driver has it.
 
 Scope: `KvikioEngine` (the `IOEngine` protocol) and `probe`, a real transfer that says whether it works here.
-Not here: the choice between engines and the POSIX one (`tiering/engine.py`).
+Not here: the choice between engines (`choose.py`), the POSIX one (`posix.py`), threads and futures (`pooled.py`).
 
 State of proof: on machines without CUDA only `probe` and its refusal have been run (kvikio 26.10 imports and opens
 files there, and every transfer fails for want of libcuda.so.1); the transfers below follow kvikio's interface.
 """
 
+import errno
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from tiering.engine import Extent, Verb, short_transfer
-from tiering.errors import DiskFullError, IOFailedError
-from tiering.place import folder_beside, free_bytes
+from tiering.engine import Extent, Verb, deleted_file, failed_sync, failed_transfer
+from tiering.errors import IOFailedError
+from tiering.place import folder_beside
+from tiering.pooled import PooledEngine
+from tiering.watchdog import Watchdog
 
 PROBE_NBYTES = 4096
+TOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EINVAL, errno.ENOENT, errno.EROFS)
+"""What kvikio tells in words where the system has a number."""
 
 
-class KvikioEngine:
+class KvikioEngine(PooledEngine):
     """Host memory to files through kvikio. Raises ImportError if it is made without kvikio: `probe` first."""
 
     name = "kvikio"
 
-    def __init__(self, threads: int = 8) -> None:
+    def __init__(self, threads: int = 8, *, watchdog: Watchdog | None = None) -> None:
         import kvikio
 
+        super().__init__(threads, watchdog)
         self._open = kvikio.CuFile
         self._files: dict[Path, Any] = {}
+        self._read_only: set[Path] = set()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="io")
-
-    def submit_read(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self._pool.submit(self._transfer, "read", extent, view)
-
-    def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self._pool.submit(self._transfer, "write", extent, view)
 
     def _transfer(self, verb: Verb, extent: Extent, view: memoryview) -> int:
-        assert view.nbytes == extent.nbytes, f"{extent.block}: a view of {view.nbytes} bytes for {extent.nbytes}"
-        if extent.nbytes == 0:
-            return 0
         host = np.frombuffer(view, dtype=np.uint8)
+        moved = 0
         try:
             file = self._file(extent.path)
+            if verb == "write" and extent.path in self._read_only:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             start = file.pread if verb == "read" else file.pwrite
-            moved = int(start(host, size=extent.nbytes, file_offset=extent.offset).get())  # waits for this transfer
+            while moved < extent.nbytes:
+                left, at = extent.nbytes - moved, extent.offset + moved
+                done = int(start(host[moved:], size=left, file_offset=at).get())  # waits for this transfer
+                moved += done
+                if done == 0:
+                    break
         except (OSError, RuntimeError) as error:
-            where = f"block {extent.block}: {verb} of {extent.nbytes} bytes at offset {extent.offset} of {extent.path}"
-            if "No space left" in str(error):
-                raise DiskFullError(
-                    f"{where}: no room: wanted {extent.nbytes} bytes, {free_bytes(extent.path)} bytes "
-                    f"are free. Fix: make room, then resume from the last commit."
-                ) from error
-            raise IOFailedError(
-                f"{where} failed: {_plain(error)}. Fix: check the disk (dmesg), then resume from the last commit."
-            ) from error
-        if moved != extent.nbytes:
-            raise short_transfer(verb, extent, moved)
+            raise failed_transfer(verb, extent, _numbered(error)) from error
         return moved
 
     def _file(self, path: Path) -> Any:
         with self._lock:
             if path not in self._files:
+                writable = os.access(path, os.W_OK)
                 # "r+" never creates; a store on a read-only medium can still be read
-                self._files[path] = self._open(path, "r+" if os.access(path, os.W_OK) else "r")
+                self._files[path] = self._open(path, "r+" if writable or not path.exists() else "r")
+                if not writable:
+                    self._read_only.add(path)
             return self._files[path]
 
-    def sync(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            try:
-                os.fdatasync(self._file(path).fileno())
-            except (OSError, RuntimeError) as error:
-                raise IOFailedError(
-                    f"{path}: flushing to the disk failed: {_plain(error)}. "
-                    f"Fix: check the disk (dmesg), then resume from the last commit."
-                ) from error
+    def _sync_one(self, path: Path) -> None:
+        try:
+            fd = self._file(path).fileno()
+            os.fdatasync(fd)
+            if os.fstat(fd).st_nlink == 0:
+                raise deleted_file(path)
+        except (OSError, RuntimeError) as error:
+            raise failed_sync(path, _plain(error)) from error
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
+    def _close_files(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def probe(path: Path) -> str | None:
@@ -122,6 +107,15 @@ def probe(path: Path) -> str | None:
     except (IOFailedError, OSError, RuntimeError, AttributeError) as error:  # the last one: another version's names
         return _plain(error.__cause__ or error)
     return None if page == payload else "kvikio read back other bytes than it wrote"
+
+
+def _numbered(error: Exception) -> OSError:
+    """The error as the system would have raised it, as far as its words tell."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    text = _plain(error)
+    number = next((code for code in TOLD if os.strerror(code) in text), 0)
+    return OSError(number, text)
 
 
 def _plain(error: BaseException) -> str:

@@ -4,7 +4,7 @@ Scope: arena, engine, store and pipeline as one resource; homes in HOST loaded a
 Not here: decisions (`plan.py`), the loop that runs actions (`pipeline.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -94,11 +94,14 @@ class Manager:
         identity: Mapping[str, JSON],
         update: Updater,
         *,
+        others: Sequence[Path] = (),
+        rates: Sequence[float] = (),
         engine: EngineName = "auto",
         serial: bool = False,
     ) -> Self:
         """A new store at `root`, opened. Raises what `BlockStore.create` and `choose_engine` raise."""
-        store = BlockStore.create(root, stored_blocks(plan, tensors), identity=identity)
+        blocks = stored_blocks(plan, tensors)
+        store = BlockStore.create(root, blocks, identity=identity, others=others, rates=rates)
         return cls._opened(plan, store, update, engine, serial)
 
     @classmethod
@@ -109,11 +112,12 @@ class Manager:
         identity: Mapping[str, JSON],
         update: Updater,
         *,
+        others: Sequence[Path] = (),
         engine: EngineName = "auto",
         serial: bool = False,
     ) -> Self:
         """The store at `root` as its last commit left it. Raises what `BlockStore.open` and `choose_engine` raise."""
-        store = BlockStore.open(root, expect=identity)
+        store = BlockStore.open(root, others=others, expect=identity)
         return cls._opened(plan, store, update, engine, serial)
 
     @classmethod
@@ -135,13 +139,14 @@ class Manager:
         """Set a durable block on NVME from `fill`, which is given its bytes (flat uint8). Before `load` only."""
         nbytes = self.plan.workload.blocks[block].nbytes
         fill(self.arena.tensor(0, nbytes))
-        futures = []
+        pieces = []
         for lo in range(0, nbytes, REQUEST_BYTES):
             for extent, begin, end in self.store.write_extents(block, lo, min(lo + REQUEST_BYTES, nbytes)):
-                futures.append(self.engine.submit_write(extent, self.arena.view(begin, end)))
-        for future in futures:
+                view = self.arena.view(begin, end)
+                pieces.append((self.engine.submit_write(extent, view), begin, view))
+        for future, begin, view in pieces:
             future.result()  # the write of one piece of this block
-        self.store.wrote(block, 0, nbytes)
+            self.store.wrote(block, begin, begin + view.nbytes, view)
 
     def load(self) -> None:
         """Read the homes in HOST from the store."""

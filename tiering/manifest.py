@@ -4,7 +4,8 @@ Scope: the records `TensorSpec` and `StoredBlock`, the manifest file: its checke
 that a crash leaves either the old or the new one, whole.
 Not here: which bytes are written where, and when a commit happens (`tiering/store.py`).
 
-Nothing in a manifest can name a path: files are found from checked unit and kind names and the letter of a slot.
+Nothing in a manifest can name a path that is used: files are found from checked unit and kind names, the letter of a
+slot and the number of a chunk, in folders that the caller gives. The paths of drives are there to be told to a person.
 """
 
 import json
@@ -14,23 +15,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from tiering.errors import DamagedStateError, WrongStateError
+from tiering.spread import DIGITS, Spread, whole
 from tiering.workload import PAGE
 
 JSON: TypeAlias = JsonValue
 Slot: TypeAlias = Literal["a", "b"]
+OTHER: Mapping[Slot, Slot] = {"a": "b", "b": "a"}
 
 ITEM_NBYTES = 4  # float32
-FORMAT = 1
+Format: TypeAlias = Literal[1, 2]
+ONE_DRIVE: Format = 1
+SEVERAL_DRIVES: Format = 2
+"""Formats: the second one has drives, and a spread for every block; a program that knows the first alone refuses it."""
 FILE_NAME = "manifest.json"
+SEAL = "seal"
 UNIT_PATTERN = re.compile(r"[A-Za-z0-9_]+([.\-][A-Za-z0-9_]+)*")
 KIND_PATTERN = re.compile(r"[a-z][a-z0-9_]*")
 RESERVED = frozenset({FILE_NAME, "zarr.json"})
 MAX_NAME = 200
+LOST = "Fix: restore that file from a copy; the run must be restarted otherwise."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +92,26 @@ class TensorEntry(_Strict):
     offset: Annotated[int, Field(ge=0)]
 
 
+class SpreadEntry(_Strict):
+    """A letter of `drives` is the drive of a chunk."""
+
+    chunk_bytes: Annotated[int, Field(gt=0, multiple_of=PAGE)]
+    drives: Annotated[str, Field(pattern=r"^[0-9a-z]+$")]
+
+
 class BlockEntry(_Strict):
     unit: str
     kind: str
     nbytes: int
     slot: Slot
     tensors: tuple[TensorEntry, ...]
+    spread: SpreadEntry | None = None
 
     @classmethod
-    def of(cls, block: StoredBlock, slot: Slot) -> "BlockEntry":
+    def of(cls, block: StoredBlock, slot: Slot, spread: Spread | None) -> "BlockEntry":
         tensors = tuple(TensorEntry(name=t.name, shape=t.shape, offset=t.offset) for t in block.tensors)
-        return cls(unit=block.unit, kind=block.kind, nbytes=block.nbytes, slot=slot, tensors=tensors)
+        entry = SpreadEntry(chunk_bytes=spread.chunk_bytes, drives=spread.text) if spread else None
+        return cls(unit=block.unit, kind=block.kind, nbytes=block.nbytes, slot=slot, tensors=tensors, spread=entry)
 
     def block(self) -> StoredBlock:
         tensors = tuple(TensorSpec(name=t.name, shape=t.shape, offset=t.offset) for t in self.tensors)
@@ -101,17 +119,47 @@ class BlockEntry(_Strict):
             name=f"{self.unit}/{self.kind}", unit=self.unit, kind=self.kind, nbytes=self.nbytes, tensors=tensors
         )
 
+    def chunks(self) -> Spread:
+        """Where its chunks are; in a store of one drive all of it is one chunk."""
+        if self.spread is None:
+            return whole(self.nbytes)
+        return Spread(
+            chunk_bytes=self.spread.chunk_bytes, drives=tuple(DIGITS.index(letter) for letter in self.spread.drives)
+        )
+
+
+class ChecksumsEntry(_Strict):
+    """Where the checksums of the blocks are; `checksum` is that of their file."""
+
+    slot: Slot
+    algorithm: Literal["xxh3_64"]
+    grain_bytes: Annotated[int, Field(gt=0, multiple_of=PAGE)]
+    checksum: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class DrivePlace(_Strict):
+    """A drive when the store was made. path: its folder, which may have moved since. bytes_per_s: how fast it was."""
+
+    path: str
+    bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 class Manifest(_Strict):
-    """One commit. `step` is None between the creation of a store and its first commit."""
+    """One commit. `step` is None between the creation of a store and its first commit. store: a name that the markers
+    on its drives repeat; drives: the root's first. A store of one drive has neither. checksums: None in a store that an
+    earlier version made.
+    """
 
-    format: Literal[1] = 1
+    format: Format = ONE_DRIVE
     step: Annotated[int, Field(ge=0)] | None
     created: str
     updated: str
     identity: dict[str, JsonValue]
     run: dict[str, JsonValue]
     blocks: tuple[BlockEntry, ...]
+    store: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    drives: Annotated[tuple[DrivePlace, ...], Field(max_length=len(DIGITS))] = ()
+    checksums: ChecksumsEntry | None = None
 
     @field_validator("blocks")
     @classmethod
@@ -124,6 +172,40 @@ class Manifest(_Strict):
                 raise ValueError(f"block {block.name} is named twice")
             seen.add(block.name)
         return entries
+
+    @model_validator(mode="after")
+    def _drives_are_sound(self) -> Self:
+        several = self.format == SEVERAL_DRIVES
+        if bool(self.store) != several or (len(self.drives) > 1) != several or (self.drives and not several):
+            raise ValueError(f"format {self.format} with {len(self.drives)} drives and the name {self.store!r}")
+        for entry in self.blocks:
+            if (entry.spread is not None) != several:
+                raise ValueError(f"format {self.format}, and block {entry.unit}/{entry.kind} has {entry.spread}")
+            chunks = entry.chunks()
+            count = -(-entry.nbytes // chunks.chunk_bytes)
+            if chunks.chunk_bytes > entry.nbytes or count != len(chunks.drives):
+                raise ValueError(
+                    f"block {entry.unit}/{entry.kind} of {entry.nbytes} bytes has {len(chunks.drives)} chunks of "
+                    f"{chunks.chunk_bytes}"
+                )
+            if several and max(chunks.drives) >= len(self.drives):
+                raise ValueError(
+                    f"block {entry.unit}/{entry.kind} is on drive {max(chunks.drives)} of {len(self.drives)}"
+                )
+        return self
+
+    def as_json(self) -> dict[str, JSON]:
+        """What is written; what a store of one drive, or of an earlier version, has not is left out."""
+        left_out: dict[str, Any] = {} if self.checksums else {"checksums": True}
+        if self.format == ONE_DRIVE:
+            left_out |= {"store": True, "drives": True, "blocks": {"__all__": {"spread"}}}
+        return self.model_dump(mode="json", exclude=left_out)
+
+
+def seal_of(items: Mapping[str, JSON]) -> str:
+    """The checksum of a manifest but for its seal; spaces and the order of keys do not matter."""
+    rest = {key: value for key, value in items.items() if key != SEAL}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def plain(items: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -151,24 +233,28 @@ def read_manifest(root: Path) -> Manifest:
     try:
         found = json.loads(text)
         version = found.get("format")
+        seal = found.pop(SEAL, None)
+        text, wanted = json.dumps(found).encode(), seal_of(found)
     except (ValueError, RecursionError, AttributeError) as error:
         raise DamagedStateError(
-            f"{path} is damaged: {len(text)} bytes that are not a JSON object ({error}). "
-            f"Fix: restore that file from a copy; the run must be restarted otherwise."
+            f"{path} is damaged: {len(text)} bytes that are not a JSON object ({error}). {LOST}"
         ) from error
-    if isinstance(version, int) and version != FORMAT:
+    if isinstance(version, int) and version not in (ONE_DRIVE, SEVERAL_DRIVES):
         raise WrongStateError(
-            f"{path} has format {version}, this version reads format {FORMAT}. Fix: use the version that wrote it."
+            f"{path} has format {version}, this version reads formats {ONE_DRIVE} and {SEVERAL_DRIVES}. "
+            f"Fix: use the version that wrote it."
         )
     try:
-        return Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise DamagedStateError(
-            f"{path} is damaged: {place}: {first['msg']} ({error.error_count()} faults). "
-            f"Fix: restore that file from a copy; the run must be restarted otherwise."
+            f"{path} is damaged: {place or 'the whole'}: {first['msg']} ({error.error_count()} faults). {LOST}"
         ) from error
+    if seal != wanted and (seal is not None or manifest.checksums is not None):
+        raise DamagedStateError(f"{path} is damaged: its seal is {seal!r}, its content has {wanted!r}. {LOST}")
+    return manifest
 
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:
@@ -176,13 +262,17 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
 
     An error after the rename leaves it open which of the two a power loss would leave: the caller must stop there.
     """
-    text = json.dumps(manifest.model_dump(mode="json"), indent=1, allow_nan=False).encode() + b"\n"
+    items = manifest.as_json()
+    text = json.dumps({**items, SEAL: seal_of(items)}, indent=1, allow_nan=False).encode() + b"\n"
     temporary = root / ".manifest.new"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    with os.fdopen(fd, "wb") as file:
-        file.write(text)
-        file.flush()
+    try:
+        done = 0
+        while done < len(text):
+            done += os.pwrite(fd, memoryview(text)[done:], done)
         os.fsync(fd)
+    finally:
+        os.close(fd)
     os.rename(temporary, root / FILE_NAME)
     fsync_directory(root)
 

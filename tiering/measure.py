@@ -1,17 +1,20 @@
 """Quick measurements of this machine: what the planner reckons with when nothing better is known.
 
-Scope: the rates of one drive and of this CPU as one `Hardware`, in a second or two; what a busy drive takes from
-computing.
+Scope: the rates of one drive and of this CPU as one `Hardware`, in a second or two; those of further drives; what a
+busy drive takes from computing.
 Not here: how each of them is measured (`measure_disk.py`, `measure_memory.py`), sustained rates and a file of them
 (`hardware_file.py`), how much memory there is (`limits.py`).
 """
 
+import os
 import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tiering.drive import drive_facts
 from tiering.engine import IOEngine
-from tiering.hardware import Hardware
+from tiering.hardware import Drive, Hardware, Rate, Source, all_drives
 from tiering.measure_disk import QUICK_BYTES, quick_rates, request_size
 from tiering.measure_memory import busy_seconds, compute_rate, product_shape, update_elements, update_rate
 from tiering.place import folder_beside
@@ -47,6 +50,55 @@ def measure(
         update=update_rate(update_elements(memory)),
         io_steals=stolen,
     )
+
+
+def by_drive(paths: Iterable[Path]) -> list[list[Path]]:
+    """The paths by the disks below them, in the order given; by file system where the disks are not told."""
+    groups: dict[object, list[Path]] = {}
+    for path in paths:
+        ground = folder_beside(path)
+        groups.setdefault(drive_facts(ground).devices or os.stat(ground).st_dev, []).append(path)
+    return list(groups.values())
+
+
+def measure_drives(
+    first: Hardware, paths: Sequence[Path], *, memory: int, disk_bytes: int = QUICK_BYTES
+) -> tuple[Hardware, tuple[Drive, ...]]:
+    """`first`, which was measured on the drive of paths[0], with all drives together; and the drive of each path.
+
+    Drives are measured one after the other, so what they share on the way to memory is not seen. Paths on one drive
+    have a part of its rates each.
+    """
+    groups = by_drive(paths)
+    found = [Drive(name=str(paths[0]), read=first.read, write=first.write, mixed=first.mixed)]
+    queue_depth = first.queue_depth
+    with PosixEngine() as engine:
+        for path, *_ in groups[1:]:
+            link_bytes_per_s = drive_facts(folder_beside(path)).link_bytes_per_s
+            disk = quick_rates(path, engine, memory=memory, disk_bytes=disk_bytes, link_bytes_per_s=link_bytes_per_s)
+            found.append(Drive(name=str(path), read=disk.read, write=disk.write, mixed=disk.mixed))
+            queue_depth += disk.queue_depth
+    read, write, mixed = all_drives(found)
+    shares = {
+        path: replace(shared(drive, len(group)), name=str(path))
+        for group, drive in zip(groups, found, strict=True)
+        for path in group
+    }
+    together = replace(first, read=read, write=write, mixed=mixed, queue_depth=queue_depth)
+    return together, tuple(shares[path] for path in paths)
+
+
+def shared(drive: Drive, count: int) -> Drive:
+    """What one of `count` folders on a drive gets of it."""
+
+    def part(rate: Rate) -> Rate:
+        source: Source = "assumed" if rate.source == "assumed" else "derived"
+        return replace(rate, per_s=rate.per_s / count, source=source, how=f"1/{count} of a drive: {rate.how}")
+
+    if count == 1:
+        return drive
+    mixed = part(drive.mixed) if drive.mixed else None
+    return replace(drive, read=part(drive.read), write=part(drive.write), mixed=mixed)
 
 
 def io_steals(path: Path, engine: IOEngine, *, width: int, tokens: int, memory: int, depth: int) -> float:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
@@ -27,7 +27,7 @@ from tiering.errors import ScheduleError
 from tiering.lanes import Lanes
 from tiering.schedule import Action, Schedule, Verb
 from tiering.store import BlockStore
-from tiering.trace import WAIT, Trace
+from tiering.trace import COMPUTE, UPDATE, WAIT, InPass, Trace
 
 REQUEST_BYTES = 8 << 20
 
@@ -98,19 +98,22 @@ class Pipeline:
         self._current: _Pass | None = None
         self._numbers = 0
         self._io: list[tuple[int, int]] = []
-        self._requests: deque[tuple[_Pass, int, Extent, memoryview]] = deque()
+        self._requests: deque[tuple[_Pass, int, Extent, int, memoryview]] = deque()
         self._in_flight = 0
         self._queue_depth = queue_depth
         self._updating_s = 0.0  # spent in updates so far
         self._io_left: dict[tuple[int, int], list[float]] = {}
         self._updates: list[tuple[int, int]] = []
         self._closing = False
+        self._computing = threading.get_ident()  # the thread that computes
+        self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
 
     def begin(self, schedule: Schedule, *, last: bool = False, context: Any = None) -> None:
         """Open a pass; its updates are given `context`, whenever they run.
 
         A cyclic schedule flows on from its own pass before, unless that was a last one.
         """
+        self._computing = threading.get_ident()
         before = self._current
         flows = before is not None and before.schedule is schedule and schedule.cyclic and not any(before.skipped)
         if not flows:
@@ -151,7 +154,7 @@ class Pipeline:
             blocker = self._blocker(pass_, index)
             self._wait(lambda: pass_.missing[index] == 0)  # everything that this op's bytes wait for
             if blocker:
-                self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s)
+                self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s, at=_at(pass_, index))
         begin_s, updating_s = time.perf_counter(), self._updating_s
         try:
             with self._lent(action) as views:
@@ -159,7 +162,8 @@ class Pipeline:
         except BaseException as error:
             self.fail(error)
             raise
-        self.trace.add("compute", name, begin_s, paused_s=self._updating_s - updating_s)
+        paused_s = self._updating_s - updating_s
+        self.trace.add(COMPUTE, name, begin_s, action.nbytes, paused_s=paused_s, at=_at(pass_, index))
         with self._changed:
             self._done(pass_, index)
             self._issue()
@@ -201,6 +205,7 @@ class Pipeline:
             self._io.clear()
             self._updates.clear()
             self._changed.wait_for(lambda: self._in_flight == 0)  # requests that the engine still owns
+        self._late.shutdown()
 
     def _expect(self, name: str) -> tuple[_Pass, int]:
         pass_ = self._current
@@ -292,11 +297,11 @@ class Pipeline:
                 number, index = heappop(self._io)
                 self._split(self._passes[number], index)
                 continue
-            pass_, index, extent, view = self._requests.popleft()
+            pass_, index, extent, begin, view = self._requests.popleft()
             reads = pass_.schedule.actions[index].verb is Verb.READ
             self._in_flight += 1
             future = self.engine.submit_read(extent, view) if reads else self.engine.submit_write(extent, view)
-            future.add_done_callback(partial(self._landed, pass_, index))
+            future.add_done_callback(partial(self._landed, pass_, index, begin, view))
 
     def _split(self, pass_: _Pass, index: int) -> None:
         """Cut a transfer into requests of at most REQUEST_BYTES."""
@@ -307,14 +312,21 @@ class Pipeline:
         for lo in range(x.lo, x.hi, REQUEST_BYTES):
             for extent, begin, end in extents(x.block, lo, min(lo + REQUEST_BYTES, x.hi)):
                 at = x.address - x.lo
-                self._requests.append((pass_, index, extent, self.arena.view(begin + at, end + at)))
+                self._requests.append((pass_, index, extent, begin, self.arena.view(begin + at, end + at)))
                 count += 1
         self._io_left[pass_.number, index] = [count, time.perf_counter()]
 
-    def _landed(self, pass_: _Pass, index: int, future: "Future[int]") -> None:
-        """A request has completed; runs on the engine's thread."""
+    def _landed(self, pass_: _Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
+        """A request for the bytes from `begin` on has completed; runs on the engine's thread.
+
+        Checksums are made and compared here: until the action is done nobody changes the bytes in `view`. A request
+        that was over before it could be waited for lands on the thread that submitted it: not there, if that computes.
+        """
+        if threading.get_ident() == self._computing and future.exception() is None:
+            self._late.submit(self._landed, pass_, index, begin, view, future)
+            return
         action = pass_.schedule.actions[index]
-        error = future.exception()
+        error = future.exception() or self._summed(action, begin, view)
         with self._changed:
             self._in_flight -= 1
             if error is not None:
@@ -328,11 +340,21 @@ class Pipeline:
                 return
             del self._io_left[pass_.number, index]
             (x,) = action.operands
-            if action.verb is Verb.WRITE:
-                self.store.wrote(x.block, x.lo, x.hi)
-            self.trace.add(action.verb, action.name, left[1], x.nbytes)
+            self.trace.add(action.verb, action.name, left[1], x.nbytes, at=_at(pass_, index))
             self._done(pass_, index)
             self._issue()
+
+    def _summed(self, action: Action, begin: int, view: memoryview) -> BaseException | None:
+        """Tells the store of the bytes that have moved; what is wrong with them, if anything is."""
+        block = action.operands[0].block
+        try:
+            if action.verb is Verb.WRITE:
+                self.store.wrote(block, begin, begin + view.nbytes, view)
+            else:
+                self.store.compare(block, begin, view)
+        except BaseException as error:  # raised in a callback it would be lost, and everybody would wait for ever
+            return error
+        return None
 
     def _update_next(self) -> bool:
         """Run the first update that is ready, with the lock given up meanwhile; False if there is none."""
@@ -345,7 +367,7 @@ class Pipeline:
         self._changed.release()
         try:
             self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
-            self.trace.add("update", action.name, begin_s, action.nbytes)
+            self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=_at(pass_, index))
         except BaseException as error:
             self.fail(error)
             raise
@@ -356,6 +378,10 @@ class Pipeline:
         self._done(pass_, index)
         self._issue()
         return True
+
+
+def _at(pass_: _Pass, index: int) -> InPass:
+    return InPass(pass_number=pass_.number, schedule=pass_.schedule, line=index)
 
 
 def _lead_in(schedule: Schedule) -> Schedule:

@@ -1,12 +1,14 @@
 """What a path stands on: its file system, its free room, and whether it can hold the NVMe tier.
 
-Scope: `check_place` (before anything is written), `filesystem_of`, `nearest_directory`, `free_bytes`.
+Scope: `check_place` and `check_rooms` (before anything is written), `filesystem_of`, `nearest_directory`, `free_bytes`,
+which folders share a file system or lie in one another.
 Not here: what a store writes at that place (`tiering/store.py`), transfers (`tiering/engine.py`).
 """
 
 import os
 import re
 import stat
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,9 +116,38 @@ def check_place(root: Path) -> None:
 
 def check_room(root: Path, wanted: int) -> None:
     """Raises `DiskFullError` if the disk of `root` has fewer than `wanted` bytes free."""
-    free = free_bytes(root)
-    if wanted > free:
-        raise DiskFullError(
-            f"{root}: the store needs {wanted} bytes, {free} bytes are free. "
-            f"Fix: make room for {wanted - free} more bytes, or name a folder on a larger disk."
-        )
+    check_rooms({root: wanted})
+
+
+def check_rooms(wanted: Mapping[Path, int]) -> None:
+    """The same for several folders. Those on one file system take their room from the same bytes."""
+    for folders in by_device(wanted):
+        needed, free = sum(wanted[folder] for folder in folders), free_bytes(folders[0])
+        if needed > free:
+            one = len(folders) == 1
+            raise DiskFullError(
+                f"{' and '.join(map(str, folders))}: the store needs {needed} bytes"
+                f"{'' if one else ' on this one drive'}, {free} bytes are free. "
+                f"Fix: make room for {needed - free} more bytes, or name a folder on a larger disk."
+            )
+
+
+def by_device(folders: Iterable[Path]) -> list[list[Path]]:
+    """The folders (which need not exist yet) by the file system that holds them, in the order given."""
+    groups: dict[int, list[Path]] = {}
+    for folder in folders:
+        groups.setdefault(os.stat(nearest_directory(folder)).st_dev, []).append(folder)
+    return list(groups.values())
+
+
+def refuse_overlap(folders: Sequence[Path]) -> None:
+    """Raises `PlaceError` for a folder that is named twice, or lies in another one, links followed."""
+    real = [Path(os.path.realpath(folder)) for folder in folders]
+    for number, folder in enumerate(folders):
+        for other in range(number):
+            if real[number] == real[other]:
+                raise PlaceError(f"{folder} and {folders[other]} are one folder. Fix: one folder a drive.")
+            if real[number].is_relative_to(real[other]) or real[other].is_relative_to(real[number]):
+                raise PlaceError(
+                    f"{folder} and {folders[other]}: one lies in the other. Fix: one folder of its own a drive."
+                )

@@ -1,7 +1,8 @@
 """The engine that works everywhere: direct I/O with `preadv` and `pwritev` on a thread pool.
 
 Scope: `PosixEngine`, its open files, the fall-back to the page cache where a file system refuses O_DIRECT.
-Not here: the protocol and its errors (`engine.py`), transfers off the page grid (`bounce.py`).
+Not here: the protocol and its errors (`engine.py`), threads and futures (`pooled.py`), transfers off the page grid
+(`bounce.py`).
 """
 
 import errno
@@ -10,17 +11,15 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tiering import bounce
-from tiering.engine import Extent, Verb, failed_transfer, short_transfer
-from tiering.errors import IOFailedError
+from tiering.engine import Extent, Verb, deleted_file, failed_sync, failed_transfer
 from tiering.place import filesystem_of
+from tiering.pooled import PooledEngine
+from tiering.watchdog import Watchdog
 from tiering.workload import PAGE
 
 MAX_OPEN_FILES = 256  # two slots of 1,000 blocks are more files than the usual limit of 1,024 descriptors
@@ -28,20 +27,22 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class _File:
-    """An open descriptor. `direct` falls to False at most once, and only before a direct transfer has worked."""
+    """An open descriptor. `direct` falls to False at most once, and only before a direct transfer has worked.
+    refused: the error number for which it could be opened for reading alone; 0 if it can be written.
+    """
 
-    __slots__ = ("direct", "fd", "lock", "path", "proven", "users")
+    __slots__ = ("direct", "fd", "lock", "path", "proven", "refused", "users")
 
-    def __init__(self, path: Path, fd: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, flags: int, *, direct: bool) -> None:
         self.path = path
-        self.fd = fd
+        self.fd, self.refused = _open_fd(path, flags)
         self.direct = direct
         self.proven = False
         self.users = 0
         self.lock = threading.Lock()
 
 
-class PosixEngine:
+class PosixEngine(PooledEngine):
     """`os.preadv`/`os.pwritev` with O_DIRECT on a thread pool; both release the GIL.
 
     A file system that refuses O_DIRECT, at open or at a file's first transfer, is used through the page cache, with
@@ -50,53 +51,29 @@ class PosixEngine:
 
     name = "posix"
 
-    def __init__(self, threads: int = 8, *, direct: bool = True) -> None:
+    def __init__(self, threads: int = 8, *, direct: bool = True, watchdog: Watchdog | None = None) -> None:
+        super().__init__(threads, watchdog)
         self._direct = direct
         self._files: OrderedDict[Path, _File] = OrderedDict()  # least recently used first
         self._buffered: set[Path] = set()
         self._warned: set[Path] = set()
         self._lock = threading.RLock()  # opening a file inside it may have to note that it is buffered
         self._edge_lock = threading.Lock()  # two writes off the page grid may share a page
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="io")
 
-    def submit_read(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self._pool.submit(self._transfer, "read", extent, view)
-
-    def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self._pool.submit(self._transfer, "write", extent, view)
-
-    def sync(self, paths: Iterable[Path]) -> None:
-        for done in [self._pool.submit(self._sync_one, path) for path in paths]:
-            done.result()  # waits for the fdatasync of one file
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True)
+    def _close_files(self) -> None:
         with self._lock:
             while self._files:
                 os.close(self._files.popitem()[1].fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _transfer(self, verb: Verb, extent: Extent, view: memoryview) -> int:
-        view = view.cast("B")
-        assert view.nbytes == extent.nbytes, f"{extent.block}: a view of {view.nbytes} bytes for {extent.nbytes}"
-        if extent.nbytes == 0:
-            return 0
         try:
             with self._lease(extent.path) as file:
+                if verb == "write" and file.refused:
+                    raise OSError(file.refused, os.strerror(file.refused))
                 on_grid = bounce.on_grid(extent.offset, view)
-                moved = (self._move if on_grid else self._bounced)(verb, file, extent.offset, view)
+                return (self._move if on_grid else self._bounced)(verb, file, extent.offset, view)
         except OSError as error:
             raise failed_transfer(verb, extent, error) from error
-        if moved != extent.nbytes:
-            raise short_transfer(verb, extent, moved)
-        return moved
 
     def _bounced(self, verb: Verb, file: _File, offset: int, view: memoryview) -> int:
         def read(at: int, into: memoryview) -> int:
@@ -179,28 +156,30 @@ class PosixEngine:
     def _open(self, path: Path) -> _File:
         if self._direct and path not in self._buffered:
             try:
-                return _File(path, _open_fd(path, os.O_DIRECT), direct=True)
+                return _File(path, os.O_DIRECT, direct=True)
             except OSError as error:
                 if error.errno not in NO_DIRECT:
                     raise
             self._note_buffered(path)
-        return _File(path, _open_fd(path, 0), direct=False)
+        return _File(path, 0, direct=False)
 
     def _sync_one(self, path: Path) -> None:
         try:
             with self._lease(path) as file:
                 os.fdatasync(file.fd)
+                if os.fstat(file.fd).st_nlink == 0:
+                    raise deleted_file(path)
         except OSError as error:
-            raise IOFailedError(
-                f"{path}: flushing to the disk failed: {error.strerror}. "
-                f"Fix: check the disk (dmesg), then resume from the last commit."
-            ) from error
+            raise failed_sync(path, error.strerror or str(error)) from error
 
 
-def _open_fd(path: Path, flags: int) -> int:
+def _open_fd(path: Path, flags: int) -> tuple[int, int]:
+    """A descriptor, and 0 or the error number for which it is one for reading alone."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flags), 0
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)  # a store on a read-only medium can still be read
+        refused = error.errno
+    # a store on a read-only medium can still be read
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags), refused

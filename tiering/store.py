@@ -1,85 +1,86 @@
 """The NVMe tier: live training state as a plain Zarr v3 hierarchy with crash-consistent commits.
 
-Scope: `BlockStore`: where a block's bytes are and may be written, creation with all room reserved, commit, recovery.
-Not here: transfers (`tiering/engine.py`), the manifest file (`tiering/manifest.py`), zarr's metadata
-(`tiering/zarr_layout.py`), what a path stands on (`tiering/place.py`), one owner at a time (`tiering/lock.py`).
+Scope: `BlockStore`: where a block's bytes are and may be written, commits, recovery.
+Not here: creation (`tiering/new_store.py`), transfers (`tiering/engine.py`), the manifest file
+(`tiering/manifest.py`), names, files and links (`tiering/chunk_files.py`), checksums (`tiering/checksums.py`), further
+drives (`tiering/drives.py`), zarr's metadata (`tiering/zarr_layout.py`), what a path stands on (`tiering/place.py`),
+one owner at a time (`tiering/lock.py`).
 
     root/zarr.json  root/<unit>/zarr.json  root/<unit>/<kind>/zarr.json     metadata, written once
     root/<unit>/<kind>/c/0 -> ../../../.slots/<committed slot>/<unit>/<kind>
     root/.slots/a/...  root/.slots/b/...  root/.slots/scratch/...           preallocated files, written by the engine
     root/manifest.json                                                     the last commit
+    root/.checksums.a  root/.checksums.b                                   of every grain of the last commit
     root/.lock                                                             its owner
+
+On several drives a block has several chunks, `c/0`, `c/1`, and so on. Each of them is a file on one of the drives.
 
 A block between two commits:      [committed slot] --wrote(some)--> [both slots: split] --wrote(all)--> [other slot]
 and `commit` turns the other slot into the committed one, for every wholly written block at once:
-sync data (I7) -> write, sync, rename the manifest -> flip slots in memory -> re-point the links.
+sync data and checksums (I7) -> write, sync, rename the manifest -> flip slots in memory -> re-point the links.
 Since the last commit a block is written only to the slot that the commit does not name. A commit that fails leaves
 the store failed: it can be read, nothing is written or committed until it is opened again (I10).
 Opening neither creates nor deletes (I9), with one exception: links that a crash left behind the manifest are
 re-pointed. Reading through zarr sees the committed bytes; what it has open stays unchanged until the commit after next.
 """
 
-import errno
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
+from tiering.checksums import Bytes, Checksums, Mismatch, check_files, mismatch
+from tiering.chunk_files import NO_ROOM, ChunkFiles
+from tiering.drives import LOCK_NAME, find_drives, has_state, state_root
 from tiering.engine import Extent
 from tiering.errors import (
     DamagedStateError,
     DiskFullError,
     IOFailedError,
-    PlaceError,
     ScheduleError,
     TieringError,
     WrongStateError,
 )
 from tiering.lock import OwnerLock
 from tiering.manifest import (
-    FILE_NAME,
     JSON,
-    BlockEntry,
+    OTHER,
     Manifest,
     Slot,
     StoredBlock,
     TensorSpec,
     check_block,
     difference,
-    fsync_directory,
     plain,
     read_manifest,
     replace_manifest,
 )
-from tiering.place import check_place, check_room, free_bytes
+from tiering.new_store import create_files, entries, now
+from tiering.place import check_place, check_rooms, free_bytes
 from tiering.ranges import RangeSet
 from tiering.workload import PAGE
-from tiering.zarr_layout import CHUNK, zarr_metadata
 
-__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "has_state"]
-
-LOCK_NAME = ".lock"
-SLOTS_NAME = ".slots"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OTHER: Mapping[Slot, Slot] = {"a": "b", "b": "a"}
-
-
-def has_state(root: Path) -> bool:
-    """Does `root` hold a store? It may have no commit yet: `BlockStore.open(root).step` says."""
-    return (root / FILE_NAME).is_file()
+__all__ = ["JSON", "BlockStore", "StoredBlock", "TensorSpec", "check_place", "has_state", "state_root"]
 
 
 class BlockStore:
     """An open store. Made by `create` or `open`; a context manager. Its methods may be called from any thread."""
 
-    def __init__(self, root: Path, manifest: Manifest, lock: OwnerLock | None, scratch: Sequence[StoredBlock]) -> None:
-        self.root = root
+    def __init__(
+        self,
+        files: ChunkFiles,
+        manifest: Manifest,
+        lock: OwnerLock | None,
+        scratch: Sequence[StoredBlock],
+        checksums: Checksums | None,
+    ) -> None:
+        self.root = files.root
+        self._files = files
         self._lock = lock
         self._manifest = manifest
+        self._checksums = checksums
         self._mutex = threading.RLock()
         self._failure: BaseException | None = None
         stored = [entry.block() for entry in manifest.blocks]
@@ -89,6 +90,11 @@ class BlockStore:
         self._written = {block.name: RangeSet() for block in stored}
         self._blocks = {block.name: block for block in [*stored, *scratch]}
         self.blocks: Mapping[str, StoredBlock] = MappingProxyType(self._blocks)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """One on each drive, the root first."""
+        return self._files.folders
 
     @property
     def step(self) -> int | None:
@@ -107,69 +113,95 @@ class BlockStore:
 
     @staticmethod
     def nbytes_on_disk(blocks: Iterable[StoredBlock]) -> int:
-        """The room that a store of these blocks takes: two slots of each, one of scratch."""
+        """The room that a store of these blocks takes on one drive: two slots of each, one of scratch."""
         return sum(block.nbytes * (1 if block.scratch else 2) for block in blocks)
 
     @staticmethod
-    def create(root: Path, blocks: Iterable[StoredBlock], *, identity: Mapping[str, JSON]) -> "BlockStore":
+    def room(folders: Sequence[Path], rates: Sequence[float], blocks: Iterable[StoredBlock]) -> dict[Path, int]:
+        """The room that a store of these blocks takes in each folder, over drives of these rates."""
+        blocks = list(blocks)
+        return ChunkFiles.over(folders, rates, blocks).room(blocks)
+
+    @staticmethod
+    def create(
+        root: Path,
+        blocks: Iterable[StoredBlock],
+        *,
+        identity: Mapping[str, JSON],
+        others: Sequence[Path] = (),
+        rates: Sequence[float] = (),
+        checksums: bool = True,
+    ) -> "BlockStore":
         """A new store in a folder that is missing or empty, all its room reserved, all its bytes zero.
 
-        Raises `PlaceError` (also for a folder with content), `DiskFullError` before anything is written, and
-        `ValueError` for blocks that are no blocks. If it fails half way, it removes what it made.
+        others: such folders on further drives. rates: bytes/s of each drive, the root's first, by which blocks are
+        spread once and for all (none: equal). checksums: False makes a store as earlier versions did. Raises
+        `PlaceError` (also for a folder with content), `DiskFullError` before anything is written, and `ValueError` for
+        blocks that are no blocks. If it fails half way, it removes what it made, on all drives.
         """
-        root = Path(os.path.abspath(root))
-        blocks = list(blocks)
-        for block in blocks:
-            check_block(block)
-        assert len({block.name for block in blocks}) == len(blocks), "two blocks have one name"
-        check_place(root)
-        _refuse_content(root, but=(LOCK_NAME,))
-        check_room(root, BlockStore.nbytes_on_disk(blocks))
-        now = _now()
-        entries = tuple(BlockEntry.of(block, "a") for block in blocks if not block.scratch)
-        manifest = Manifest(step=None, created=now, updated=now, identity=plain(identity), run={}, blocks=entries)
-        root.mkdir(parents=True, exist_ok=True)
-        lock = OwnerLock(root / LOCK_NAME, create=True)
+        return BlockStore(*create_files(root, list(blocks), identity, others, rates, checksums=checksums))
+
+    @staticmethod
+    def open(
+        root: Path,
+        *,
+        others: Sequence[Path] = (),
+        expect: Mapping[str, JSON] | None = None,
+        read_only: bool = False,
+    ) -> "BlockStore":
+        """The store at `root` as its last commit left it; neither creates nor deletes (I9). No scratch blocks yet.
+
+        others: its folders on further drives, in any order; they may have moved. `expect`: items of the identity that
+        must be equal, else `WrongStateError` names the first that is not. A drive that is missing: `WrongStateError`
+        too. A file that is missing or short, or a torn manifest: `DamagedStateError`. In use: `StoreLockedError`,
+        except read-only, which takes no lock and may be overtaken by its owner's commits.
+        """
+        root, others = Path(os.path.abspath(root)), [Path(os.path.abspath(folder)) for folder in others]
+        read_manifest(root)  # a folder that is no store is refused as that, not for want of a lock
+        if read_only:
+            return BlockStore._opened_by_reader(root, others, expect)
+        lock = OwnerLock(root / LOCK_NAME, create=False)
         try:
-            _refuse_content(root, but=(LOCK_NAME,))  # another process may have been first
-            try:
-                _write_layout(root, blocks)
-                replace_manifest(root, manifest)
-            except BaseException:
-                _empty(root)
-                raise
+            store = BlockStore._opened(root, read_manifest(root), others, expect, lock)
+            store._point_links(store._slots)
         except BaseException:
             lock.close()
             raise
-        return BlockStore(root, manifest, lock, [block for block in blocks if block.scratch])
+        return store
 
     @staticmethod
-    def open(root: Path, *, expect: Mapping[str, JSON] | None = None, read_only: bool = False) -> "BlockStore":
-        """The store at `root` as its last commit left it; neither creates nor deletes (I9). No scratch blocks yet.
-
-        `expect`: items of the identity that must be equal, else `WrongStateError` names the first that is not. A file
-        that is missing or short, or a torn manifest: `DamagedStateError`. In use: `StoreLockedError`, except
-        read-only, which takes no lock and may be overtaken by its owner's commits.
-        """
-        root = Path(os.path.abspath(root))
-        read_manifest(root)  # a folder that is no store is refused as that, not for want of a lock
-        lock = None if read_only else OwnerLock(root / LOCK_NAME, create=False)
-        try:
+    def _opened_by_reader(root: Path, others: Sequence[Path], expect: Mapping[str, JSON] | None) -> "BlockStore":
+        while True:
             manifest = read_manifest(root)
-            unlike = difference(plain(expect or {}), dict(manifest.identity))
-            if unlike:
-                raise WrongStateError(
-                    f"{root} holds the state of another run: {unlike[0]}: wanted {unlike[1]!r}, "
-                    f"found {unlike[2]!r}. Fix: use the settings that made it, or another folder."
-                )
-            store = BlockStore(root, manifest, lock, ())
-            store._check_files(both_slots=not read_only)
-            if not read_only:
-                store._point_links(store._slots)
-        except BaseException:
+            try:
+                return BlockStore._opened(root, manifest, others, expect, None)
+            except DamagedStateError:
+                if read_manifest(root) == manifest:  # else its owner has committed meanwhile
+                    raise
+
+    @staticmethod
+    def _opened(
+        root: Path,
+        manifest: Manifest,
+        others: Sequence[Path],
+        expect: Mapping[str, JSON] | None,
+        lock: OwnerLock | None,
+    ) -> "BlockStore":
+        unlike = difference(plain(expect or {}), dict(manifest.identity))
+        if unlike:
+            raise WrongStateError(
+                f"{root} holds the state of another run: {unlike[0]}: wanted {unlike[1]!r}, "
+                f"found {unlike[2]!r}. Fix: use the settings that made it, or another folder."
+            )
+        blocks = [entry.block() for entry in manifest.blocks]
+        spreads = {entry.block().name: entry.chunks() for entry in manifest.blocks}
+        files, said, sums = ChunkFiles(find_drives(root, manifest, others), spreads), manifest.checksums, None
+        if said:
+            sums = Checksums.read(root, said, blocks, manifest.step)
             if lock:
-                lock.close()
-            raise
+                check_files(root, blocks, said.grain_bytes, manifest.step)
+        store = BlockStore(files, manifest, lock, (), sums)
+        store._check_files(both_slots=lock is not None)
         return store
 
     def add_scratch(self, blocks: Iterable[StoredBlock]) -> None:
@@ -182,24 +214,24 @@ class BlockStore:
         for block in blocks:
             check_block(block)
             assert block.scratch and block.name not in self._blocks, f"{block.name} is not a new scratch block"
-        old = self.root / SLOTS_NAME / "scratch"
         if not any(block.scratch for block in self._blocks.values()):
-            shutil.rmtree(old, ignore_errors=True)
-        check_room(self.root, BlockStore.nbytes_on_disk(blocks))
-        for block in blocks:
-            _reserve(self._file(block, "scratch"), block)
-            self._blocks[block.name] = block
+            self._files.remove_scratch()
+        self._files.add(blocks, [drive.bytes_per_s for drive in self._manifest.drives] or [1.0])
+        check_rooms(self._files.room(blocks))
+        self._files.reserve(blocks)
+        self._blocks.update({block.name: block for block in blocks})
 
     def read_extents(self, block: str, lo: int, hi: int) -> list[tuple[Extent, int, int]]:
-        """Where the current bytes [lo, hi) of a block are: (extent, lo, hi), cut where the slot changes."""
+        """Where the current bytes [lo, hi) of a block are: (extent, lo, hi), cut where slot or chunk changes."""
         found = self._checked(block, lo, hi)
         with self._mutex:
             if found.scratch:
-                return [self._extent(found, "scratch", lo, hi)] if lo < hi else []
+                return self._files.extents(found, "scratch", lo, hi)
             slot = self._slots[block]
             return [
-                self._extent(found, OTHER[slot] if written else slot, start, end)
+                extent
                 for start, end, written in self._written[block].split(lo, hi)
+                for extent in self._files.extents(found, OTHER[slot] if written else slot, start, end)
             ]
 
     def write_extents(self, block: str, lo: int, hi: int) -> list[tuple[Extent, int, int]]:
@@ -208,13 +240,28 @@ class BlockStore:
         self._writable()
         with self._mutex:
             slot = "scratch" if found.scratch else OTHER[self._slots[block]]
-            return [self._extent(found, slot, lo, hi)] if lo < hi else []
+            return self._files.extents(found, slot, lo, hi)
 
-    def wrote(self, block: str, lo: int, hi: int) -> None:
-        """A write to `write_extents(block, lo, hi)` has completed: these bytes are the current ones from now on."""
-        if not self._checked(block, lo, hi).scratch:
+    def wrote(self, block: str, lo: int, hi: int, data: Bytes | None = None) -> None:
+        """A write to `write_extents(block, lo, hi)` has completed: these bytes are the current ones from now on.
+
+        data: those bytes, for their checksums, which are made here; without it the commit reads them back.
+        """
+        found = self._checked(block, lo, hi)
+        if not found.scratch and lo < hi:
+            if self._checksums:
+                self._refuse(found, self._checksums.wrote(found, lo, hi, data, self._committed_bytes(found)))
             with self._mutex:
                 self._written[block].add(lo, hi)
+
+    def compare(self, block: str, lo: int, data: Bytes) -> None:
+        """The current bytes of a block from `lo` on were read: compares checksums, the first time since it was opened.
+
+        Raises `DamagedStateError`; for a reader that its owner's commits have overtaken, `WrongStateError`.
+        """
+        found = self._checked(block, lo, lo + len(data))
+        if self._checksums and not found.scratch and data:
+            self._refuse(found, self._checksums.compare(found, lo, data, self._committed_bytes(found)))
 
     def commit(self, step: int, run: Mapping[str, JSON], sync: Callable[[Iterable[Path]], None]) -> None:
         """Makes all that was written since the last commit the committed state, at once and durably (I7).
@@ -233,15 +280,18 @@ class BlockStore:
                         f"only in part: {list(self._written[block.name])}"
                     )
             slots = self._slots | {block.name: OTHER[self._slots[block.name]] for block in changed}
-            entries = tuple(BlockEntry.of(self._blocks[name], slot) for name, slot in slots.items())
-            old = self._manifest
-            manifest = Manifest(
-                step=step, created=old.created, updated=_now(), identity=old.identity, run=plain(run), blocks=entries
-            )
+            manifest = self._next_manifest(step, run, slots)
             try:
-                sync([self._file(block, slots[block.name]) for block in changed])
+                sync([path for block in changed for path in self._files.paths(block, slots[block.name])])
+                if self._checksums:
+                    entry = self._checksums.save(
+                        self.root, changed, lambda block: self._bytes(block, slots[block.name])
+                    )
+                    manifest = manifest.model_copy(update={"checksums": entry})
                 replace_manifest(self.root, manifest)
                 self._manifest, self._slots = manifest, slots
+                if self._checksums:
+                    self._checksums.committed(entry.slot)
                 for block in changed:
                     self._written[block.name].clear()
                 self._point_links({block.name: slots[block.name] for block in changed})
@@ -268,11 +318,19 @@ class BlockStore:
     ) -> None:
         self.close()
 
-    def _file(self, block: StoredBlock, slot: str) -> Path:
-        return _slot_file(self.root, block, slot)
-
-    def _extent(self, block: StoredBlock, slot: str, lo: int, hi: int) -> tuple[Extent, int, int]:
-        return Extent(path=self._file(block, slot), offset=lo, nbytes=hi - lo, block=block.name), lo, hi
+    def _next_manifest(self, step: int, run: Mapping[str, JSON], slots: Mapping[str, Slot]) -> Manifest:
+        old = self._manifest
+        return Manifest(
+            format=old.format,
+            step=step,
+            created=old.created,
+            updated=now(),
+            identity=old.identity,
+            run=plain(run),
+            blocks=entries(self._files, [(self._blocks[name], slot) for name, slot in slots.items()]),
+            store=old.store,
+            drives=old.drives,
+        )
 
     def _checked(self, name: str, lo: int, hi: int) -> StoredBlock:
         block = self._blocks[name]
@@ -288,109 +346,28 @@ class BlockStore:
                 f"more. The committed state is step {self.step}. Fix: check the disk, then resume."
             )
 
+    def _bytes(self, block: StoredBlock, slot: Slot) -> Callable[[int, int], bytes]:
+        return lambda lo, hi: self._files.read(block, slot, lo, hi)
+
+    def _committed_bytes(self, block: StoredBlock) -> Callable[[int, int], bytes]:
+        return self._bytes(block, self._slots[block.name])
+
+    def _refuse(self, block: StoredBlock, wrong: Sequence[Mismatch]) -> None:
+        if not wrong:
+            return
+        if self._lock is None and (last := read_manifest(self.root)) != self._manifest:
+            raise WrongStateError(
+                f"{self.root}: its run committed step {last.step} while step {self.step} was being read, whose bytes "
+                f"may be overwritten by now. Fix: read again, or end the run first."
+            )
+        where = self._files.extents(block, self._slots[block.name], wrong[0].lo, wrong[0].hi)
+        raise mismatch(block, wrong[0], [extent for extent, _, _ in where], self.step)
+
     def _check_files(self, *, both_slots: bool) -> None:
         for name, slot in self._slots.items():
-            block = self._blocks[name]
             for letter in (slot, OTHER[slot]) if both_slots else (slot,):
-                path = self._file(block, letter)
-                try:
-                    found = os.stat(path).st_size
-                except (FileNotFoundError, NotADirectoryError):
-                    raise DamagedStateError(
-                        self._damage(block, path, f"is missing: wanted {block.nbytes} bytes, found 0")
-                    ) from None
-                if found != block.nbytes:
-                    raise DamagedStateError(
-                        self._damage(block, path, f"is damaged: wanted {block.nbytes} bytes, found {found}")
-                    )
-
-    def _damage(self, block: StoredBlock, path: Path, what: str) -> str:
-        return (
-            f"block {block.name}: state file {path} of step {self.step} {what}. "
-            f"Fix: resume from an earlier commit (a copy of this folder), or the run must be restarted."
-        )
+                self._files.check(self._blocks[name], letter, self.step)
 
     def _point_links(self, slots: Mapping[str, Slot]) -> None:
-        """Points the chunk of each block at its slot; touches only links that point elsewhere."""
         for name, slot in slots.items():
-            block = self._blocks[name]
-            link = self.root / block.unit / block.kind / CHUNK
-            target = _link_target(block, slot)
-            if os.path.islink(link) and os.readlink(link) == target:
-                continue
-            if os.path.lexists(link) and not os.path.islink(link):
-                raise DamagedStateError(
-                    self._damage(block, link, "is a file, not a link into .slots (a copy that followed links?)")
-                )
-            if not link.parent.is_dir():
-                raise DamagedStateError(self._damage(block, link, "has no folder"))
-            temporary = self.root / ".link.new"
-            temporary.unlink(missing_ok=True)  # a crash may have left it
-            os.symlink(target, temporary)
-            os.replace(temporary, link)
-
-
-def _slot_file(root: Path, block: StoredBlock, slot: str) -> Path:
-    return root / SLOTS_NAME / slot / block.unit / block.kind
-
-
-def _link_target(block: StoredBlock, slot: Slot) -> str:
-    return f"../../../{SLOTS_NAME}/{slot}/{block.unit}/{block.kind}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _refuse_content(root: Path, *, but: tuple[str, ...]) -> None:
-    content = sorted(set(os.listdir(root)) - set(but)) if root.exists() else []
-    if FILE_NAME in content:
-        raise PlaceError(f"{root} already holds a store. Fix: resume it, or name another folder.")
-    if SLOTS_NAME in content:
-        raise PlaceError(f"{root} holds a store whose creation was interrupted. Fix: remove that folder.")
-    if content:
-        raise PlaceError(
-            f"{root} is not empty ({len(content)} entries, {content[0]!r} first). Fix: name a new or an empty folder."
-        )
-
-
-def _reserve(path: Path, block: StoredBlock) -> None:
-    """A new file with its room taken now, so that a later write cannot meet a full disk (IO-09)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(fd, 0, block.nbytes)
-        os.fsync(fd)
-    except OSError as error:
-        raise (DiskFullError if error.errno in NO_ROOM else IOFailedError)(
-            f"block {block.name}: reserving {block.nbytes} bytes for {path} failed: {error.strerror}; "
-            f"{free_bytes(path)} bytes are free. Fix: make room, or name another disk."
-        ) from error
-    finally:
-        os.close(fd)
-
-
-def _write_layout(root: Path, blocks: Sequence[StoredBlock]) -> None:
-    (root / SLOTS_NAME).mkdir()  # first: it tells an interrupted creation from a folder of somebody else
-    for path, document in zarr_metadata(blocks).items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(document)
-    for block in blocks:
-        for slot in ("scratch",) if block.scratch else ("a", "b"):
-            _reserve(_slot_file(root, block, slot), block)
-        if not block.scratch:
-            link = root / block.unit / block.kind / CHUNK
-            link.parent.mkdir(parents=True)
-            os.symlink(_link_target(block, "a"), link)
-    for folder, _, _ in os.walk(root):
-        fsync_directory(Path(folder))
-    fsync_directory(root.parent)
-
-
-def _empty(root: Path) -> None:
-    """Removes what a failed `create` made; the folder itself and its lock stay for the caller's error to be raised."""
-    for name in os.listdir(root):
-        if name == LOCK_NAME:
-            continue
-        path = root / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._files.point_links(self._blocks[name], slot, self.step)
