@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import DataConfig
-from megatrain.data import Batches, TokenFile, prepare_tokens
+from megatrain.data import StepBatches, TokenFile, prepare_tokens
 from megatrain.data import text as text_module
+from megatrain.data.batch import WindowRows
 from megatrain.data.sources import list_sources
 from megatrain.data.tokens import token_dtype
 from megatrain.errors import UserError
@@ -278,14 +279,19 @@ def counted(folder: Path, count: int) -> TokenFile:
     return TokenFile(folder=tokens.folder, origin=tokens.origin, count=count, sha256=f"of {count}")
 
 
+def batches_of(tokens: TokenFile, seq_len: int, batch: int, seed: int) -> StepBatches:
+    return StepBatches(WindowRows((tokens.ids,), tokens.sha256, seq_len), batch, seed)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(count=st.integers(5, 200), seq_len=st.integers(1, 5), batch=st.integers(1, 70), seed=st.integers(0, 9))
 def test_an_epoch_holds_every_window_once(tmp_path: Path, count: int, seq_len: int, batch: int, seed: int) -> None:
     """Windows do not overlap, none is missing or double in an epoch, and steps cross epochs without a gap."""
-    batches = Batches(counted(tmp_path, count), seq_len, batch, seed)
+    batches = batches_of(counted(tmp_path, count), seq_len, batch, seed)
     epochs = 3
-    steps = -(-batches.windows * epochs // batch)
-    rows = np.concatenate([batches.batch_at(step) for step in range(steps)])[: batches.windows * epochs]
+    windows = len(batches.rows)
+    steps = -(-windows * epochs // batch)
+    rows = np.concatenate([batches.batch_at(step).input_ids for step in range(steps)])[: windows * epochs]
     wanted = np.arange(count // seq_len * seq_len).reshape(-1, seq_len)
     for epoch in np.split(rows, epochs):
         assert np.array_equal(epoch[np.argsort(epoch[:, 0])], wanted), (epoch, wanted)
@@ -294,15 +300,15 @@ def test_an_epoch_holds_every_window_once(tmp_path: Path, count: int, seq_len: i
 def test_batch_is_a_pure_function_of_seed_and_step(tmp_path: Path) -> None:
     """DP-10, P3: a resumed run sees the samples that an uninterrupted one would have seen, in any order of asking."""
     tokens = counted(tmp_path, 1000)
-    forward = Batches(tokens, 8, 6, 1)
-    wanted = [forward.batch_at(step) for step in range(60)]
-    backward = Batches(tokens, 8, 6, 1)
+    forward = batches_of(tokens, 8, 6, 1)
+    wanted = [forward.batch_at(step).input_ids for step in range(60)]
+    backward = batches_of(tokens, 8, 6, 1)
     for step in reversed(range(60)):
-        assert np.array_equal(backward.batch_at(step), wanted[step]), step
+        assert np.array_equal(backward.batch_at(step).input_ids, wanted[step]), step
     assert wanted[0].shape == (6, 8) and wanted[0].dtype == np.int64
-    other_seed = Batches(tokens, 8, 6, 2)
-    assert not np.array_equal(other_seed.batch_at(0), wanted[0])
-    epochs = [Batches(tokens, 8, 125, 1).batch_at(epoch)[:, 0].tolist() for epoch in range(2)]
+    other_seed = batches_of(tokens, 8, 6, 2)
+    assert not np.array_equal(other_seed.batch_at(0).input_ids, wanted[0])
+    epochs = [batches_of(tokens, 8, 125, 1).batch_at(epoch).input_ids[:, 0].tolist() for epoch in range(2)]
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != sorted(epochs[0])
 
 
@@ -310,6 +316,6 @@ def test_fingerprint_tells_apart_what_gives_other_batches(tmp_path: Path) -> Non
     """P3: resume compares it, so that other text, sizes or seed never go on silently."""
     tokens, fewer = counted(tmp_path / "a", 100), counted(tmp_path / "b", 99)
     kinds = [(tokens, 8, 6, 1), (fewer, 8, 6, 1), (tokens, 4, 6, 1), (tokens, 8, 3, 1), (tokens, 8, 6, 2)]
-    prints = [Batches(*kind).fingerprint() for kind in kinds]
+    prints = [batches_of(*kind).fingerprint() for kind in kinds]
     assert len(set(prints)) == len(kinds), prints
-    assert Batches(*kinds[0]).fingerprint() == prints[0]
+    assert batches_of(*kinds[0]).fingerprint() == prints[0]

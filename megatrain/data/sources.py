@@ -1,4 +1,4 @@
-"""The text files that the entries of `data.paths` stand for, in one fixed order.
+"""The files that the entries of `data.paths` stand for, in one fixed order.
 
 Scope: files, folders and glob patterns; what is left out of a folder, counted by reason.
 Not here: expanding `~` and variables (`megatrain/config.py`), reading the files (`text.py`).
@@ -15,6 +15,9 @@ from pathlib import Path
 from megatrain.errors import UserError
 
 TEXT_SUFFIXES = frozenset(".txt .md .py .rst .json .jsonl .html .tex .c .h .rs .go .java .js .ts".split())
+
+ARRAY_SUFFIXES = frozenset((".npy", ".bin"))
+CHAT_SUFFIXES = frozenset((".json", ".jsonl", ".parquet"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,9 @@ class Sources:
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def list_sources(paths: Sequence[str]) -> Sources:
-    """The files of `paths`. A folder gives its text files by suffix, a pattern what it matches, symbolic links followed
-    only where they are named. Raises UserError for an entry that stands for no file.
+def list_sources(paths: Sequence[str], suffixes: frozenset[str] = TEXT_SUFFIXES) -> Sources:
+    """The files of `paths`. A folder gives its files with one of `suffixes`, a pattern what it matches, symbolic links
+    followed only where they are named. Raises UserError for an entry that stands for no file.
     """
     found: dict[str, Source] = {}
     left_out: Counter[str] = Counter()
@@ -45,19 +48,19 @@ def list_sources(paths: Sequence[str]) -> Sources:
         if os.path.lexists(entry) and not os.path.isdir(entry):
             candidates = {entry: _named(entry)}
         elif os.path.isdir(entry):
-            candidates = _in_folder(entry, left_out)
+            candidates = _in_folder(entry, suffixes, left_out)
         elif glob.has_magic(entry):
             candidates = _matching(entry, left_out)
         else:
             raise UserError(
-                f"data.paths: {entry} does not exist. Fix: give a text file, a folder or a pattern such as "
-                "~/corpus/*.txt"
+                f"data.paths: {entry} does not exist. Fix: give a file, a folder or a pattern such as ~/corpus/*.txt"
             )
         if not candidates:
             reasons = f" ({describe_left_out(left_out)})" if left_out else ""
             raise UserError(
-                f"data.paths: {entry} holds no text file{reasons}. Fix: folders give files that end in "
-                f"{' '.join(sorted(TEXT_SUFFIXES))}; name others, or give a pattern such as {entry}/*"
+                f"data.paths: {entry} holds no {'text' if suffixes is TEXT_SUFFIXES else 'data'} file{reasons}. "
+                f"Fix: folders give files that end in {' '.join(sorted(suffixes))}; name others, "
+                f"or give a pattern such as {entry}/*"
             )
         for path, source in candidates.items():
             if path not in found or source.named:
@@ -78,13 +81,13 @@ def _named(path: str) -> Source:
     except OSError as error:
         raise UserError(f"data.paths: {path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"data.paths: {path} is not a regular file. Fix: give a text file or a folder")
+        raise UserError(f"data.paths: {path} is not a regular file. Fix: give a file or a folder")
     if not os.access(path, os.R_OK):
         raise UserError(f"data.paths: {path} cannot be read: no permission")
     return Source(path=path, nbytes=status.st_size, mtime_ns=status.st_mtime_ns, named=True)
 
 
-def _in_folder(folder: str, left_out: Counter[str]) -> dict[str, Source]:
+def _in_folder(folder: str, suffixes: frozenset[str], left_out: Counter[str]) -> dict[str, Source]:
     candidates: dict[str, Source] = {}
 
     def unreadable(_: OSError) -> None:
@@ -94,7 +97,7 @@ def _in_folder(folder: str, left_out: Counter[str]) -> dict[str, Source]:
         left_out["symbolic link"] += sum(os.path.islink(os.path.join(parent, name)) for name in folders)
         for name in files:
             path = os.path.join(parent, name)
-            if Path(name).suffix.lower() not in TEXT_SUFFIXES:
+            if Path(name).suffix.lower() not in suffixes:
                 left_out["of another suffix"] += 1
             elif os.path.islink(path):
                 left_out["symbolic link"] += 1

@@ -46,6 +46,7 @@ def prepare_tokens(data: "DataConfig", vocab_size: int, cache_dir: Path, progres
     used, for an id that the model's table of `vocab_size` rows does not have, and for too few tokens;
     DiskFullError when the cache does not fit.
     """
+    assert data.kind == "text", f"data of kind {data.kind} is opened with `open_data`"
     sources = list_sources(data.paths)
     file = data.tokenizer_file
     if file is None and vocab_size < 256:

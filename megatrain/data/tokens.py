@@ -1,11 +1,9 @@
-"""A flat file of token ids, and the batches that are cut from it.
+"""A flat file of token ids.
 
-Scope: `TokenFile` (ids in a memory-mapped file, a small JSON header beside it) and `Batches` (which windows make up
-which step).
-Not here: filling a token file from text (`text.py`), moving a batch to the device (`megatrain/engine.py`).
+Scope: `TokenFile`: ids in a memory-mapped file, a small JSON header beside it.
+Not here: filling a token file from text (`text.py`), the windows that are cut from it (`batch.py`).
 """
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -81,48 +79,3 @@ class TokenFile:
         if header.get("format") != FORMAT or nbytes != tokens.count * token_dtype(origin["vocab_size"]).itemsize:
             return None
         return tokens
-
-
-class Batches:
-    """The batches of a run: windows of `seq_len` tokens that do not overlap, shuffled anew for each epoch.
-
-    A step takes the next `batch` windows of the shuffled stream, across the end of an epoch if need be, so that
-    `batch_at` is a pure function of the seed and the step. The tokens after the last whole window are not used.
-    """
-
-    def __init__(self, tokens: TokenFile, seq_len: int, batch: int, seed: int) -> None:
-        assert seq_len >= 1 and batch >= 1 and seed >= 0, (seq_len, batch, seed)
-        assert tokens.count >= seq_len, (tokens.count, seq_len)
-        self._tokens = tokens
-        self._seq_len = seq_len
-        self._batch = batch
-        self._seed = seed
-        self._order: tuple[int, NDArray[np.integer[Any]]] | None = None
-
-    @property
-    def windows(self) -> int:
-        """Windows in one epoch."""
-        return self._tokens.count // self._seq_len
-
-    def batch_at(self, step: int) -> NDArray[np.int64]:
-        """Token ids [batch, seq_len] of the step, counted from 0."""
-        assert step >= 0, step
-        rows = np.empty((self._batch, self._seq_len), dtype=np.int64)
-        for row in range(self._batch):
-            epoch, position = divmod(step * self._batch + row, self.windows)
-            start = int(self._epoch_order(epoch)[position]) * self._seq_len
-            rows[row] = self._tokens.ids[start : start + self._seq_len]
-        return rows
-
-    def fingerprint(self) -> str:
-        """Equal for two runs exactly when every `batch_at` is: tokens, sizes, seed and numpy's way of shuffling."""
-        # numpy may change its shuffle between releases; a resumed run would then see other samples without a word.
-        shuffle = np.random.default_rng([self._seed, 0]).permutation(1000).astype("<u4").tobytes()
-        shape = f"{self._tokens.sha256} {self._tokens.count} {self._seq_len} {self._batch} {self._seed} "
-        return hashlib.sha256(shape.encode() + shuffle).hexdigest()
-
-    def _epoch_order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng([self._seed, epoch]).permutation(self.windows)
-            self._order = epoch, order.astype(np.int32 if self.windows < 2**31 else np.int64)
-        return self._order[1]
