@@ -21,14 +21,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatrain.call_order import passing_on, weightless
 from megatrain.catalog.unit_cost import UnitCost
-from megatrain.model import Slice, Unit, Units, bound, passing_on, weightless
+from megatrain.chunks import chunk_length
+from megatrain.loss import Chunk, Hidden, head_loss, next_tokens
+from megatrain.model import Slice, Unit, Units, bound
 
 aten = torch.ops.aten
 
 
-def profile(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitCost]:
-    """Cost of each unit for a micro-batch of [micro_batch, seq_len] tokens, by unit name."""
+def profile(units: Units, micro_batch: int, seq_len: int, loss_chunk: int | None = None) -> dict[str, UnitCost]:
+    """Cost of each unit for a micro-batch of [micro_batch, seq_len] tokens, by unit name.
+
+    loss_chunk: tokens of it whose logits exist at a time (None: all).
+    """
     calls = _calls(units, micro_batch, seq_len)
     known: dict[Any, UnitCost] = {}
     costs: dict[str, UnitCost] = {}
@@ -36,7 +42,7 @@ def profile(units: Units, micro_batch: int, seq_len: int) -> dict[str, UnitCost]
     for unit in units:
         if unit.module is None:
             assert hidden is not None
-            costs[unit.name] = _head_cost(units, hidden)
+            costs[unit.name] = _head_cost(units, hidden, loss_chunk)
             continue
         args, kwargs = calls[unit.name]
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -94,11 +100,12 @@ def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: A
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
     rows, seq_len, width = tensors[0].shape
     routed = getattr(units.model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    parameters = sum(s.numel if len(s.shape) < 3 else s.numel * min(1.0, routed / s.shape[0]) for s in unit.slices)
+    own = [*unit.slices, *(binding.slice for binding in unit.bindings if binding.frozen)]
+    parameters = sum(s.numel if len(s.shape) < 3 else s.numel * min(1.0, routed / s.shape[0]) for s in own)
     # Every token through every parameter (of stacked experts: through those that it is routed to); 32 values of the
     # hidden size alive a token (a usual layer keeps 15 to 30) and one gradient of the largest parameter.
     flops = 2.0 * rows * seq_len * parameters
-    largest = max(place.numel for place in unit.slices)
+    largest = max(place.numel for place in own)
     workspace = 4 * (32 * rows * seq_len * width + 3 * largest)
     return UnitCost(
         forward_flops=flops,
@@ -109,40 +116,28 @@ def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: A
     )
 
 
-def _head_cost(units: Units, hidden: torch.Tensor) -> UnitCost:
-    """The head with its loss, on one micro-batch of hidden states."""
-    base = units.model.base_model
-    shape = hidden.shape[:2]
+def _head_cost(units: Units, hidden: torch.Tensor, loss_chunk: int | None) -> UnitCost:
+    """The head with its loss, on one micro-batch of hidden states: flops of all chunks, memory of the longest."""
+    rows, seq_len, width = hidden.shape
+    length = chunk_length(rows, seq_len, loss_chunk)
 
     def run(mode: FakeTensorMode) -> torch.Tensor:
-        state = _fake(mode, hidden)
-        labels = _fake(mode, torch.zeros(shape, dtype=torch.long))
-        original = base.forward
-        base.forward = lambda *args, **kwargs: _Output(last_hidden_state=state)
-        try:
-            out = units.model(input_ids=labels, labels=labels, use_cache=False, num_items_in_batch=1)
-        finally:
-            del base.forward
-            assert base.forward == original
-        loss: torch.Tensor = out.loss
-        return loss
+        state = _fake(mode, hidden[:, :length])
+        labels = _fake(mode, torch.zeros(rows, length, dtype=torch.long))
+        following = None if loss_chunk is None else next_tokens(labels)
+        at = slice(0, rows), slice(0, length)
+        chunk = Chunk(at=at, input_ids=labels, labels=labels, counted=1, following=following)
+        return head_loss(units.model, Hidden(last_hidden_state=state.contiguous()), chunk)
 
     cost = _seen(units.head, run)
-    vocabulary = units.model.config.get_text_config().vocab_size
+    chunks = seq_len / length
     if cost is not None:
-        return cost
-    elements = shape.numel() * vocabulary
-    flops = 2.0 * elements * hidden.shape[-1]
+        return replace(cost, forward_flops=chunks * cost.forward_flops, backward_flops=chunks * cost.backward_flops)
+    elements = rows * length * units.model.config.get_text_config().vocab_size
+    flops = 2.0 * chunks * elements * width
     return UnitCost(
         forward_flops=flops, backward_flops=3 * flops, workspace_bytes=18 * elements, output_bytes=4, assumed=True
     )
-
-
-class _Output(dict[str, Any]):
-    """Stands for any model output: what is not there is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:

@@ -1,11 +1,13 @@
 """The plain loop that a tiered run has to equal bit for bit: transformers, torch, everything in RAM.
 
-Scope: N steps of AdamW with gradient accumulation and clipping, as anyone would write them.
+Scope: N steps of AdamW with gradient accumulation and clipping, as anyone would write them; the loss over chunks.
 Not here: anything of this project's tiers; this file imports none of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -24,27 +26,40 @@ class Reference:
 
 def train_plain(
     model: Any,
-    batches: Sequence[torch.Tensor],
+    batches: Sequence[Mapping[str, torch.Tensor]],
     *,
     micro_batch: int,
     max_grad_norm: float | None,
     optimizer: dict[str, Any],
     progress: Callable[[int], None],
+    loss_chunk: int | None = None,
+    no_decay: Sequence[str] = (),
 ) -> Reference:
-    """Train `model` (a transformers causal language model in FP32) on `batches`, each [B, S] token ids.
+    """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
 
     optimizer: arguments of `torch.optim.AdamW`. A parameter that no token reached has gradient zero, not none.
+    loss_chunk: tokens of a micro-batch whose loss is computed at a time; None: all, by the model itself. no_decay:
+    patterns of the names of parameters without weight decay.
     """
-    named = dict(model.named_parameters())
-    adamw = torch.optim.AdamW(list(named.values()), fused=True, **optimizer)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in no_decay)]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in named.items() if name not in kept]},
+        {"params": [named[name] for name in kept], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **optimizer)
     losses: list[float] = []
     grad_norms: list[float] = []
     model.train()
-    for number, input_ids in enumerate(batches):
-        supervised = input_ids.shape[0] * (input_ids.shape[1] - 1)
+    for number, batch in enumerate(batches):
+        supervised = int((batch["labels"][:, 1:] != -100).sum())
         parts = []
-        for part in input_ids.split(micro_batch):
-            out = model(input_ids=part, labels=part, use_cache=False, num_items_in_batch=supervised)
+        for begin in range(0, len(batch["labels"]), micro_batch):
+            part = {name: tensor[begin : begin + micro_batch] for name, tensor in batch.items()}
+            if loss_chunk is not None:
+                parts.append(chunked_backward(model, part, loss_chunk, supervised))
+                continue
+            out = model(**part, use_cache=False, num_items_in_batch=supervised)
             out.loss.backward()
             parts.append(out.loss.item())
         losses.append(sum(parts))
@@ -67,3 +82,45 @@ def train_plain(
         exp_avg={name: state["exp_avg"] for name, state in moments.items()},
         exp_avg_sq={name: state["exp_avg_sq"] for name, state in moments.items()},
     )
+
+
+def chunked_backward(model: Any, batch: Mapping[str, torch.Tensor], loss_chunk: int, supervised: int) -> float:
+    """Loss and gradients of one micro-batch, [m, S]: the base model once, then its head on one chunk after the other.
+
+    A chunk is the same positions of all m rows, as many as make at most `loss_chunk` tokens, but at least one. Returns
+    the sum of the chunks' losses, each divided by `supervised`.
+    """
+    tokens = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    output = model.base_model(**tokens, use_cache=False)
+    hidden, input_ids = output.last_hidden_state, batch["input_ids"]
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    length = max(1, loss_chunk // len(input_ids))
+    losses, gradients = [], []
+    pieces = zip(*(whole.split(length, dim=1) for whole in (hidden, input_ids, labels)), strict=True)
+    for piece, ids, following in pieces:
+        chunk = piece.detach().contiguous().requires_grad_()
+        with _returning((model.base_model, model.get_decoder()), type(output)(last_hidden_state=chunk)):
+            out = model(
+                input_ids=ids,
+                labels=ids,
+                shift_labels=following.contiguous(),
+                use_cache=False,
+                num_items_in_batch=supervised,
+            )
+        out.loss.backward()
+        losses.append(out.loss.item())
+        gradients.append(chunk.grad)
+    hidden.backward(torch.cat(gradients, dim=1))
+    return sum(losses)
+
+
+@contextmanager
+def _returning(bodies: Sequence[torch.nn.Module], output: Any) -> Iterator[None]:
+    """Inside, the base model and its decoder (mostly the same) return `output`: the model is its head alone."""
+    for body in bodies:
+        body.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        for body in set(bodies):
+            del body.forward

@@ -1,7 +1,8 @@
 """Runs a model's own forward and backward on weights that are lent unit by unit.
 
 Scope: the custom autograd function behind every unit, vertical order over micro-batches, the head with its loss.
-Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), the update (`optim.py`).
+Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), the update (`optim.py`), the call of the
+head alone (`loss.py`).
 
 A unit's forward runs without grad and keeps only its inputs, the activation in a lent block; its backward recomputes
 it with grad. The step's whole batch enters the model once; a unit splits it into micro-batches along the batch axis
@@ -20,6 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
+from megatrain.chunks import chunk_length
+from megatrain.inputs import Inputs
+from megatrain.loss import Chunk, answering, chunks, head_loss
 from megatrain.model import Slice, Unit, Units, bound
 from megatrain.programs import ACTIVATION, HEAD, block_name
 
@@ -62,48 +66,68 @@ class StreamedModel:
             if unit.module is not None and "forward" in vars(unit.module):
                 del unit.module.forward
 
-    def step(self, input_ids: torch.Tensor, micro_batch: int) -> list[float]:
+    def step(self, inputs: Inputs, micro_batch: int, loss_chunk: int | None = None) -> list[float]:
         """Forward, loss and backward of a whole step; every gradient has been handed on when it returns.
 
-        input_ids: [B, S]; each token is the label of the one before it. Returns the loss of each micro-batch, already
-        divided by the supervised tokens of the whole step, so that their sum is the step's loss.
+        loss_chunk: tokens of a micro-batch whose logits exist at a time (`chunk_length`; None: all). Returns the loss
+        of each micro-batch, already divided by the supervised tokens of the whole step, so that their sum is the step's
+        loss.
         """
         self._begun.clear()
-        self._enter_batch(input_ids, micro_batch)
-        hidden = self._base(input_ids)
-        losses, gradient = self._head(hidden.detach(), input_ids)
+        self._enter_batch(inputs, micro_batch)
+        hidden = self._base(inputs)
+        losses, gradient = self._head(hidden.detach(), inputs, loss_chunk)
         hidden.backward(gradient)
         return losses
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of the last position, [B, vocabulary]: one forward through all units."""
-        self._enter_batch(input_ids, len(input_ids))
-        hidden = self._base(input_ids)
+        inputs = {"input_ids": input_ids}
+        self._enter_batch(inputs, len(input_ids))
+        hidden = self._base(inputs)
         with self._lend(HEAD) as views, bound(self.units.head, self._values(self.units.head, views)):
-            with self._stubbed(hidden[:, -1:]):
+            # Contiguous: a linear on a strided input may take another path, with other bits.
+            with answering(self.model, self._output(last_hidden_state=hidden[:, -1:].contiguous())):
                 return self.model(input_ids=input_ids[:, -1:], use_cache=False).logits[:, -1].clone()
 
-    def _base(self, input_ids: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def losses(self, inputs: Inputs, micro_batch: int, loss_chunk: int | None = None) -> list[float]:
+        """The loss of each micro-batch as `step` returns it, by a forward alone; nothing is kept for a backward."""
+        self._enter_batch(inputs, micro_batch)
+        hidden = self._base(inputs)
+        losses = []
+        with self._lend(HEAD) as views, bound(self.units.head, self._values(self.units.head, views)):
+            for rows in self._micro_batches():
+                parts = []
+                for part in self._chunks(inputs, rows, loss_chunk):
+                    output = self._output(last_hidden_state=hidden[part.at].contiguous())
+                    parts.append(head_loss(self.model, output, part).item())
+                losses.append(sum(parts))
+        return losses
+
+    def _base(self, inputs: Inputs) -> torch.Tensor:
         """The base model's own forward, unit by unit: [B, S] to [B, S, H]."""
-        output = self.model.base_model(input_ids=input_ids, use_cache=False)
+        tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+        output = self.model.base_model(**tokens, use_cache=False)
         self._output = type(output)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _enter_batch(self, input_ids: torch.Tensor, micro_batch: int) -> None:
-        self._rows = len(input_ids)
+    def _enter_batch(self, inputs: Inputs, micro_batch: int) -> None:
+        self._rows = len(inputs["input_ids"])
         self._micro = micro_batch
 
     def _values(self, unit: Unit, views: Mapping[str, torch.Tensor]) -> dict[Slice, torch.Tensor]:
         return {b.slice: b.slice.of(views[block_name(b.unit, "weight")]) for b in unit.bindings}
 
-    def _head(self, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+    def _head(self, hidden: torch.Tensor, inputs: Inputs, loss_chunk: int | None) -> tuple[list[float], torch.Tensor]:
         """Losses of the micro-batches and the gradient of the loss by `hidden`, [B, S, H].
 
-        The logits of one micro-batch at a time exist, as in a plain loop; the head's backward runs while they do.
+        The logits of one chunk of a micro-batch at a time exist, [m, c, vocabulary]; the head's backward runs while
+        they do. A micro-batch's loss is the sum of its chunks' losses, and gradients are added, in the order of the
+        sequence. Without `loss_chunk` a micro-batch is one chunk, and the model shifts the labels, as in a plain loop.
         """
-        supervised = labels.shape[0] * (labels.shape[1] - 1)
         gradient = torch.empty_like(hidden)
         losses = []
         unit = self.units.head
@@ -111,30 +135,29 @@ class StreamedModel:
             sink = _GradientSink(unit, views, self._begun, self._pause)
             with bound(unit, sink.leaves):
                 for rows in self._micro_batches():
-                    part = hidden[rows].detach().requires_grad_()
-                    with torch.enable_grad(), self._stubbed(part):
-                        out = self.model(
-                            input_ids=labels[rows], labels=labels[rows], use_cache=False, num_items_in_batch=supervised
-                        )
-                    out.loss.backward()
+                    parts = []
+                    for part in self._chunks(inputs, rows, loss_chunk):
+                        loss, gradient[part.at] = self._chunk_backward(hidden[part.at], part)
+                        parts.append(loss)
                     sink.end_micro_batch()
-                    assert part.grad is not None
-                    gradient[rows] = part.grad
-                    losses.append(out.loss.item())
-                    del out, part
+                    losses.append(sum(parts))
             sink.close()
             self._hand_on(unit, views)
         return losses, gradient
 
-    @contextmanager
-    def _stubbed(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Inside, the base model returns `hidden`: the model's own forward becomes its head."""
-        base = self.model.base_model
-        base.forward = lambda *args, **kwargs: self._output(last_hidden_state=hidden)
-        try:
-            yield
-        finally:
-            del base.forward
+    def _chunks(self, inputs: Inputs, rows: slice, loss_chunk: int | None) -> Iterator[Chunk]:
+        length = chunk_length(self._micro, inputs["labels"].shape[1], loss_chunk)
+        return chunks(inputs, rows, length, whole=loss_chunk is None)
+
+    def _chunk_backward(self, hidden: torch.Tensor, chunk: Chunk) -> tuple[float, torch.Tensor]:
+        """The loss of one chunk and its gradient by `hidden`, [m, c, H]; weights' gradients go to the sink."""
+        part = hidden.contiguous().detach().requires_grad_()
+        output = self._output(last_hidden_state=part)
+        with torch.enable_grad():
+            loss = head_loss(self.model, output, chunk)
+        loss.backward()
+        assert part.grad is not None
+        return loss.item(), part.grad
 
     def _micro_batches(self) -> Iterator[slice]:
         for begin in range(0, self._rows, self._micro):
@@ -150,8 +173,8 @@ class StreamedModel:
             leaves, spec = tree_flatten((args, kwargs))
             call = _Call(self, unit, original, leaves, spec)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            outputs = _Streamed.apply(call, self._anchor, *tensors)
-            return tree_unflatten(list(outputs), call.out_spec)
+            outputs = iter(_Streamed.apply(call, self._anchor, *tensors))
+            return tree_unflatten([next(outputs) if there else None for there in call.out_tensors], call.out_spec)
 
         return forward
 
@@ -174,13 +197,16 @@ class _GradientSink:
             place = binding.slice
             if place in self.leaves:
                 continue
-            leaf = place.of(views[block_name(binding.unit, "weight")]).detach().requires_grad_()
+            leaf = place.of(views[block_name(binding.unit, "weight")]).detach()
             self.leaves[place] = leaf
+            if binding.frozen:
+                continue
+            leaf.requires_grad_()
             self._targets[place] = place.of(views[block_name(binding.unit, "grad")])
             if binding.unit in begun:
                 self._defined.add(place)
             self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(self._take, place)))
-        begun.update(binding.unit for binding in unit.bindings)
+        begun.update(binding.unit for binding in unit.bindings if not binding.frozen)
 
     def _take(self, place: Slice, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -201,7 +227,7 @@ class _GradientSink:
 
     def end_micro_batch(self) -> None:
         """A parameter that nothing used so far has gradient zero (it still decays, and has moments)."""
-        for place in self.leaves.keys() - self._defined:
+        for place in self._targets.keys() - self._defined:
             self._targets[place].zero_()
             self._defined.add(place)
 
@@ -219,6 +245,7 @@ class _Call:
         self.tensor_at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.spec = spec
         self.out_spec: Any = None
+        self.out_tensors: list[bool] = []
         self.rows = owner._rows
         self.micro_batches = list(owner._micro_batches())
         self.rng: torch.Tensor | None = None
@@ -241,7 +268,9 @@ class _Call:
         for index, tensor in zip(self.tensor_at, tensors, strict=True):
             leaves[index] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        outputs, self.out_spec = tree_flatten(self.original(*args, **kwargs))
+        returned, self.out_spec = tree_flatten(self.original(*args, **kwargs))
+        self.out_tensors = [leaf is not None for leaf in returned]
+        outputs = [leaf for leaf in returned if leaf is not None]
         if len(self.micro_batches) == 1:
             return outputs
         height = rows.stop - rows.start
@@ -273,6 +302,7 @@ class _Streamed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The anchor needs grad: without it the backward of a unit that only sees token ids would never be called.
         del anchor
+        ctx.set_materialize_grads(False)  # zeros for an output that nothing used would take part in sums
         ctx.call = call
         call.rng = torch.get_rng_state() if _draws(call.unit) else None
         owner, unit = call.owner, call.unit
@@ -308,12 +338,14 @@ class _Streamed(torch.autograd.Function):
                     with torch.enable_grad():
                         outputs = call.run(parts, rows)
                     whole = len(call.micro_batches) == 1
-                    torch.autograd.backward(outputs, [g if whole else g[rows] for g in gradients])
+                    pairs = zip(outputs, gradients, strict=True)
+                    used = [(out, g) for out, g in pairs if g is not None and out.requires_grad]
+                    torch.autograd.backward([out for out, _ in used], [g if whole else g[rows] for _, g in used])
                     sink.end_micro_batch()
                     for into, tensor, part in zip(collected, tensors, parts, strict=True):
                         if part.grad is not None:
                             into.add(part.grad, rows if call.split(tensor) else None, tensor.shape)
-                    del outputs, parts, part
+                    del outputs, used, parts, part
             sink.close()
             owner._hand_on(unit, views)
         return None, None, *(into.total() for into in collected)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from megatrain.model import Slice, Unit, Units, passing_on
+from megatrain.call_order import passing_on
+from megatrain.inputs import every_token
+from megatrain.model import Slice, Unit, Units
 from megatrain.optim import GradientNorm
 from megatrain.programs import HEAD, block_name
 from megatrain.stream import StreamedModel
@@ -36,8 +38,10 @@ class UnitTime:
     backward_s: float
 
 
-def time_units(units: Units, micro_batch: int, seq_len: int, memory: int = 0) -> dict[str, UnitTime]:
-    """Measured times by unit name, for a micro-batch of [micro_batch, seq_len] tokens.
+def time_units(
+    units: Units, micro_batch: int, seq_len: int, memory: int = 0, loss_chunk: int | None = None
+) -> dict[str, UnitTime]:
+    """Measured times by unit name, for a micro-batch of [micro_batch, seq_len] tokens and its loss in chunks.
 
     Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists. With
     more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from RAM, not from a
@@ -53,7 +57,7 @@ def time_units(units: Units, micro_batch: int, seq_len: int, memory: int = 0) ->
         with passing_on([unit.module for unit in skipped if unit.module is not None], lambda *call: None):
             for _ in range(1 + REPEATS):
                 spans.begin()
-                model.step(ids, micro_batch)
+                model.step(every_token(ids), micro_batch, loss_chunk)
     finally:
         model.close()
     times: dict[str, UnitTime] = {}
@@ -82,13 +86,13 @@ class _Spans:
     """Lends every op two places, one after the other of a ring, and notes how long it keeps them."""
 
     def __init__(self, units: Units, memory: int) -> None:
-        largest = max(unit.nbytes for unit in units)
+        largest = max(unit.nbytes for unit in units.stored)
         self._places = max(1, min(memory, BEYOND_CACHE) // (2 * largest))
         self._largest, self._turn = largest, 0
         one = torch.empty(largest // 4).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
         self._weights = one.repeat(self._places)
         self._grads = torch.zeros(largest * self._places, dtype=torch.uint8)
-        self._sizes = {unit.name: unit.nbytes for unit in units}
+        self._sizes = {unit.name: unit.nbytes for unit in units.stored}
         self._units = units
         self.seconds: dict[str, list[float]] = {}
         self.begin()

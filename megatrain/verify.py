@@ -6,7 +6,8 @@ Not here: the plain loop (`reference.py`), the tiered one (`engine.py`).
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import RunConfig
-from megatrain.data import Batches
+from megatrain.data import StepBatches
 from megatrain.engine import StepEngine
+from megatrain.inputs import tensors
 from megatrain.model import Units, first_weights, model_config
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import KINDS, block_name
@@ -30,28 +32,34 @@ from tiering.place import folder_beside
 def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
     """Train `steps` steps both ways; the result says `identical`, and how far apart if not.
 
-    Works in a temporary folder beside `tiers.nvme`, on the same drive; the run's own state is not touched.
+    Works in temporary folders beside those of `tiers.nvme`, on the same drives; the run's own state is not touched.
     """
     prepared = prepare(run)
-    parent = folder_beside(run.tiers.nvme[0])
-    folder = Path(tempfile.mkdtemp(prefix=".verify-", dir=parent))
+    folders: list[Path] = []
     try:
-        batches = open_run_batches(prepared, folder, console)
+        for path in run.tiers.nvme:
+            folders.append(Path(tempfile.mkdtemp(prefix=".verify-", dir=folder_beside(path))))
+        batches = open_run_batches(prepared, folders[0], console)
         plain = _plain(prepared, batches, steps, console)
-        losses, grad_norms = _tiered(prepared, batches, folder / "state", steps, console)
-        return _compare(prepared, plain, losses, grad_norms, folder / "state")
+        state = [folder / "state" for folder in folders]
+        losses, grad_norms = _tiered(prepared, batches, state, steps, console)
+        return _compare(prepared, plain, losses, grad_norms, state[0])
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _plain(prepared: Prepared, batches: Batches, steps: int, console: Console) -> Reference:
+def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Console) -> Reference:
     run = prepared.run
     model = _plain_model(prepared.units, run)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatchcase(name, pattern) for pattern in run.model.freeze):
+            parameter.requires_grad_(False)
     optimizer = run.optimizer
     torch.manual_seed(run.train.seed)
     return train_plain(
         model,
-        [torch.from_numpy(batches.batch_at(step)) for step in range(steps)],
+        [tensors(batches.batch_at(step)) for step in range(steps)],
         micro_batch=run.train.micro_batch,
         max_grad_norm=run.train.max_grad_norm,
         optimizer={
@@ -60,6 +68,8 @@ def _plain(prepared: Prepared, batches: Batches, steps: int, console: Console) -
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
         },
+        loss_chunk=run.train.loss_chunk,
+        no_decay=optimizer.no_decay,
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
 
@@ -71,7 +81,7 @@ def _plain_model(units: Units, run: RunConfig) -> Any:
     model = AutoModelForCausalLM.from_config(model_config(run.model.json_config()), dtype=torch.float32)
     named = dict(model.named_parameters())
     with torch.no_grad():
-        for unit in units:
+        for unit in units.stored:
             block = torch.empty(unit.nbytes, dtype=torch.uint8)
             first_weights(units, unit, run.train.seed, block)
             for place in unit.slices:
@@ -80,14 +90,15 @@ def _plain_model(units: Units, run: RunConfig) -> Any:
 
 
 def _tiered(
-    prepared: Prepared, batches: Batches, root: Path, steps: int, console: Console
+    prepared: Prepared, batches: StepBatches, state: Sequence[Path], steps: int, console: Console
 ) -> tuple[list[float], list[float]]:
     losses, grad_norms = [], []
-    with open_state(prepared, batches, root, resume=False, console=console) as manager:
+    root, *others = state
+    with open_state(prepared, batches, root, others=others, resume=False, console=console) as manager:
         engine = StepEngine(prepared.run, prepared.units, manager, 0)
         try:
             for step in range(steps):
-                result = engine.step(torch.from_numpy(batches.batch_at(step)), last=step + 1 == steps)
+                result = engine.step(tensors(batches.batch_at(step)), last=step + 1 == steps)
                 losses.append(result.loss)
                 grad_norms.append(result.grad_norm)
                 console.print(f"tiered step {step + 1}/{steps}")
@@ -111,8 +122,8 @@ def _compare(
     group = zarr.open_group(root, mode="r")
     differing: list[str] = []
     furthest = dict.fromkeys(KINDS, 0.0)
-    for unit in prepared.units:
-        for kind in KINDS if unit.nbytes else ():
+    for unit in prepared.units.stored:
+        for kind in unit.kinds:
             array = group[block_name(unit.name, kind)]
             assert isinstance(array, zarr.Array)
             block = torch.from_numpy(array[:]).view(torch.uint8)

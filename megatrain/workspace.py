@@ -18,23 +18,28 @@ DEVICE_CONTEXT = GiB // 2
 """What a CUDA context and the workspace of cuBLAS take of a device before the first tensor."""
 WORKING_ROOM = 24 << 20
 """What Python takes on top once a run starts: threads, the store's bookkeeping, proving schedules. 2 to 17 MiB seen."""
+LOGITS = "logits and loss of one"
+"""How the line of the head's workspace begins."""
 SPARE_SHARE = 4
 """A chosen micro-batch computes in a quarter of the memory at most."""
 
 
-def compute_lines(costs: Mapping[str, UnitCost], head: str, micro_batches: int) -> tuple[Line, ...]:
+def compute_lines(
+    costs: Mapping[str, UnitCost], head: str, micro_batches: int, *, chunked: bool = False
+) -> tuple[Line, ...]:
     """Memory that torch takes at its peak, where it computes.
 
     in flight: the last output, the gradient by it, and the gradients by a unit's output and input while it runs
     backward.
-    workspace: the widest backward of one micro-batch; the head's is that of the logits and the loss.
+    workspace: the widest backward of one micro-batch; the head's is that of the logits and the loss. chunked: costs are
+    those of a head that runs on one chunk of a micro-batch at a time.
     """
     inner = {name: cost for name, cost in costs.items() if name != head}
     widest = max(cost.output_bytes for cost in inner.values())
     of_layers = max(cost.workspace_bytes for cost in inner.values())
     of_head = costs[head].workspace_bytes
     workspace = (
-        Line(what="logits and loss of one micro-batch", nbytes=of_head)
+        Line(what=f"{LOGITS} {'chunk' if chunked else 'micro-batch'}", nbytes=of_head)
         if of_head > of_layers
         else Line(what="workspace of one micro-batch", nbytes=of_layers)
     )

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatrain.catalog import estimate as estimate_module
 from megatrain.catalog.estimate import LOSS_BYTES, estimate, head_cost
 from megatrain.catalog.unit_cost import UnitCost
+from megatrain.chunks import chunk_length
 from megatrain.model import build, find_units, model_config
 from megatrain.profile import _CPU_ATTENTION, _calls, _Peak, profile
 
@@ -35,10 +36,11 @@ SHAPE_NAMES = ("medium", "wide", "attention", "weights")
 GPT2_SHAPES: tuple[dict[str, Any], ...] = ({}, {"n_embd": 128, "n_inner": 2048}, {"n_embd": 768, "n_inner": 256})
 
 
-def compare(config: dict[str, Any], micro_batch: int, seq_len: int) -> None:
+def compare(config: dict[str, Any], micro_batch: int, seq_len: int, loss_chunk: int | None = None) -> None:
     """Every unit: flops within 1 %, workspace 0.95 to 1.15 of what torch counts, the same input and output."""
     units = find_units(build(model_config(config)))
-    seen, ours = profile(units, micro_batch, seq_len), estimate(config, micro_batch, seq_len)
+    seen = profile(units, micro_batch, seq_len, loss_chunk)
+    ours = estimate(config, micro_batch, seq_len, loss_chunk=loss_chunk)
     assert ours is not None and list(ours) == list(seen)
     where = f"{config['model_type']} [{micro_batch}, {seq_len}]"
     for unit in units:
@@ -47,7 +49,8 @@ def compare(config: dict[str, Any], micro_batch: int, seq_len: int) -> None:
         assert mine.output_bytes == real.output_bytes, f"{where} {unit.name}"
         assert mine.input_bytes in (0, real.input_bytes), f"{where} {unit.name}: {mine.input_bytes}, {real.input_bytes}"
         if unit is units.head:
-            elements = micro_batch * seq_len * units.model.config.vocab_size
+            tokens = micro_batch * chunk_length(micro_batch, seq_len, loss_chunk)
+            elements = tokens * units.model.config.vocab_size
             assert mine.workspace_bytes >= max(LOSS_BYTES * elements, real.workspace_bytes), f"{where} {mine} {real}"
         else:
             assert_close(mine, real, f"{where} {unit.name}")
@@ -75,6 +78,13 @@ def test_costs_of_gpt2_are_those_that_torch_counts(shape: dict[str, Any], drop: 
     """P2, P5: with dropout on the scores, torch's CPU kernel holds them in memory, and so does the estimate."""
     for micro_batch, seq_len in EXTREMES if shape else BATCHES:
         compare(medium("gpt2", attn_pdrop=drop, resid_pdrop=drop, **shape), micro_batch, seq_len)
+
+
+@pytest.mark.parametrize("loss_chunk", [1024, 1000, 3, 1 << 20])
+def test_costs_of_a_head_in_chunks_are_those_that_torch_counts(loss_chunk: int) -> None:
+    """P2, P5: the logits of a chunk, the flops of all; a soft cap keeps more."""
+    for name in ("llama", "gemma2"):
+        compare(medium(name), 4, 512, loss_chunk)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -125,7 +135,7 @@ def _filled(value: Any) -> Any:
 def test_the_loss_has_18_bytes_a_logit_until_it_is_cut_into_chunks() -> None:
     """PL-12: 32,768 tokens by 151,936 words, 83 GiB; in chunks of 1,024 tokens a 32nd of that."""
     whole = head_cost(1024, 151_936, 32_768).workspace_bytes
-    chunk = head_cost(1024, 151_936, 1024).workspace_bytes
+    chunk = head_cost(1024, 151_936, 32_768, 1024).workspace_bytes
     assert whole == 18 * 32_768 * 151_936
     assert 83.4 < whole / 2**30 < 83.5
     assert chunk == whole // 32

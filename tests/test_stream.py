@@ -1,7 +1,8 @@
 """The streamed forward and backward against the plain model, with weights lent from plain tensors.
 
-Scope: units of every architecture, micro-batches, dropout, unused parameters, buffers, first weights.
-Not here: tiers and updates (`test_same_numbers.py`).
+Scope: units of every architecture, micro-batches, chunks of the loss, dropout, unused parameters, buffers, first
+weights.
+Not here: tiers and updates (`test_same_numbers.py`), what chunks save and which models have none (`test_loss.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from models import MODELS, TIED
 from transformers import AutoModelForCausalLM
 
 from megatrain.errors import UserError
+from megatrain.inputs import every_token
 from megatrain.model import Units, build, find_units, first_weights, model_config
 from megatrain.programs import block_name
+from megatrain.reference import chunked_backward
 from megatrain.stream import StreamedModel
 
 ROWS, TOKENS = 6, 24
@@ -48,11 +52,14 @@ class Lent:
             **{block_name(name, "grad"): block for name, block in self.grads.items()},
         }
 
-    def plain_step(self, ids: torch.Tensor, micro_batch: int) -> list[float]:
+    def plain_step(self, ids: torch.Tensor, micro_batch: int, loss_chunk: int | None = None) -> list[float]:
         losses = []
         supervised = ids.shape[0] * (ids.shape[1] - 1)
         self.plain.zero_grad()
         for part in ids.split(micro_batch):
+            if loss_chunk is not None:
+                losses.append(chunked_backward(self.plain, every_token(part), loss_chunk, supervised))
+                continue
             loss = self.plain(input_ids=part, labels=part, use_cache=False, num_items_in_batch=supervised).loss
             loss.backward()
             losses.append(loss.item())
@@ -81,7 +88,7 @@ def test_loss_and_every_gradient_equal_the_plain_model(model: str, micro_batch: 
     lent = Lent(MODELS[model])
     for seed in (0, 1):
         ids = token_ids(seed)
-        losses = lent.streamed.step(ids, micro_batch)
+        losses = lent.streamed.step(every_token(ids), micro_batch)
         assert losses == lent.plain_step(ids, micro_batch)
         wrong = lent.differing()
         if model in TIED and micro_batch < ROWS:  # the stated exception: the tied tensor's sum has another order
@@ -90,11 +97,58 @@ def test_loss_and_every_gradient_equal_the_plain_model(model: str, micro_batch: 
         assert wrong == []
 
 
+CHUNKED = {name: config for name, config in FAMILIES.items() if name not in ("falcon", "gpt2")} | MODELS
+"""Every family but Falcon, which cannot be cut into units."""
+NO_DROPOUT = {"opt": {"dropout": 0.0}, "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0}}
+CHUNKS = (36, 40, 2, 10**6)
+"""Of 24 positions: 6 or 12 a chunk (they divide), 6 or 13, one, all."""
+
+
+@pytest.mark.parametrize("micro_batch", [6, 3])
+@pytest.mark.parametrize("model", CHUNKED)
+def test_chunks_of_the_loss_give_the_bits_of_a_plain_loop_over_the_same_chunks(model: str, micro_batch: int) -> None:
+    """P1, I8: loss and every gradient, one micro-batch and two, whatever the length of a chunk."""
+    lent = Lent({**CHUNKED[model], **NO_DROPOUT.get(model, {})})
+    tied = bool(lent.units.head.borrows)
+    ids = token_ids()
+    for loss_chunk in CHUNKS:
+        losses = lent.streamed.step(every_token(ids), micro_batch, loss_chunk)
+        expected = lent.plain_step(ids, micro_batch, loss_chunk)
+        assert losses == expected, f"{loss_chunk} tokens: {losses}, the plain loop {expected}"
+        wrong = lent.differing()
+        # The stated exception: the tied tensor's sum over micro-batches has another order.
+        assert len(wrong) <= 1 if tied and micro_batch < ROWS else wrong == [], f"{loss_chunk} tokens: {wrong}"
+
+
+LOSS_ROUNDING, GRADIENT_ROUNDING = 5e-7, 1e-5
+
+
+@pytest.mark.parametrize("model", CHUNKED)
+def test_chunks_of_the_loss_change_nothing_but_the_rounding(model: str) -> None:
+    """P1: beside the whole micro-batch the loss differs by 5e-7 of itself at most, a gradient by 1e-5 of its tensor's
+    largest element. As many tokens as there are, or more, are the whole micro-batch to the last bit.
+    """
+    lent = Lent({**CHUNKED[model], **NO_DROPOUT.get(model, {})})
+    ids = token_ids()
+    whole = lent.streamed.step(every_token(ids), ROWS)
+    wanted = {place: place.of(lent.grads[unit.name]).clone() for unit, place in lent.units.slices()}
+    for loss_chunk in CHUNKS:
+        (loss,) = lent.streamed.step(every_token(ids), ROWS, loss_chunk)
+        apart = 0.0
+        for unit, place in lent.units.slices():
+            largest = wanted[place].abs().max().item() or 1.0
+            apart = max(apart, (place.of(lent.grads[unit.name]) - wanted[place]).abs().max().item() / largest)
+        shown = f"{model}, {loss_chunk} tokens: loss {loss}, whole {whole[0]}; gradients {apart:.1e} apart"
+        print(shown, f"({abs(loss / whole[0] - 1):.1e})")
+        assert loss == pytest.approx(whole[0], rel=LOSS_ROUNDING) and apart <= GRADIENT_ROUNDING, shown
+        assert loss_chunk < ROWS * TOKENS or (loss == whole[0] and apart == 0), shown
+
+
 def test_every_trainable_parameter_gets_its_gradient_once_a_step() -> None:
     """MA-06: each unit's gradient is handed on exactly once, whatever the number of micro-batches."""
     for model, config in MODELS.items():
         lent = Lent(config)
-        lent.streamed.step(token_ids(), 2)
+        lent.streamed.step(every_token(token_ids()), 2)
         assert sorted(lent.whole) == sorted(lent.weights), model
 
 
@@ -104,7 +158,7 @@ def test_weights_are_asked_for_once_a_pass_for_any_number_of_micro_batches() -> 
     seen = []
     for micro_batch in (6, 1):
         lent.ops.clear()
-        lent.streamed.step(token_ids(), micro_batch)
+        lent.streamed.step(every_token(token_ids()), micro_batch)
         seen.append(list(lent.ops))
     assert seen[0] == seen[1]
     assert len(seen[0]) == len(set(seen[0])), seen[0]
@@ -119,24 +173,24 @@ def test_the_recompute_repeats_the_dropout_of_the_forward(micro_batch: int) -> N
     lent = Lent(config)
     ids = token_ids()
     torch.manual_seed(5)
-    losses = lent.streamed.step(ids, micro_batch)
+    losses = lent.streamed.step(every_token(ids), micro_batch)
     grads = {name: block.clone() for name, block in lent.grads.items()}
     torch.manual_seed(5)
     if micro_batch == ROWS:
         assert lent.plain_step(ids, micro_batch) == losses
         assert lent.differing() == []
     else:
-        assert lent.streamed.step(ids, micro_batch) == losses
+        assert lent.streamed.step(every_token(ids), micro_batch) == losses
         assert all(torch.equal(grads[name], block) for name, block in lent.grads.items())
     torch.manual_seed(6)
-    assert lent.streamed.step(ids, micro_batch) != losses, "dropout is not active"
+    assert lent.streamed.step(every_token(ids), micro_batch) != losses, "dropout is not active"
 
 
 def test_an_expert_that_no_token_reaches_has_gradient_zero() -> None:
     """MA-09: zero, not what the bytes held before; the same as the plain model where that has a gradient."""
     lent = Lent({**MODELS["mixtral"], "num_local_experts": 8, "num_experts_per_tok": 1, "num_hidden_layers": 1})
     ids = torch.full((ROWS, TOKENS), 7)
-    assert lent.streamed.step(ids, ROWS) == lent.plain_step(ids, ROWS)
+    assert lent.streamed.step(every_token(ids), ROWS) == lent.plain_step(ids, ROWS)
     assert lent.differing() == []
     (unit, place), *_ = [(u, s) for u, s in lent.units.slices() if len(s.shape) == 3]
     rows = place.of(lent.grads[unit.name]).flatten(1).abs().sum(1)

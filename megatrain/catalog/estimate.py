@@ -17,6 +17,7 @@ from megatrain.catalog.families import anatomy
 from megatrain.catalog.layer_tape import Rows, is_fused, layer, norm
 from megatrain.catalog.tape import Tape, Value
 from megatrain.catalog.unit_cost import UnitCost
+from megatrain.chunks import chunk_length
 
 FLOAT_BYTES = 4
 LOSS_BYTES = 18
@@ -25,16 +26,19 @@ the rest is room for a head that casts."""
 
 
 def estimate(
-    config: Mapping[str, Any], micro_batch: int, seq_len: int, *, gpu: bool = False
+    config: Mapping[str, Any], micro_batch: int, seq_len: int, *, gpu: bool = False, loss_chunk: int | None = None
 ) -> dict[str, UnitCost] | None:
     """Cost of each unit for a micro-batch of [micro_batch, seq_len] tokens, by unit name; None for a config that is not
-    known in full. gpu: its attention kernels can do more than those of the CPU.
+    known in full. gpu: its attention kernels can do more than those of the CPU. loss_chunk: tokens whose logits exist
+    at a time (None: all).
     """
     found = anatomy(config)
-    return None if found is None else costs_of(found, micro_batch, seq_len, gpu=gpu)
+    return None if found is None else costs_of(found, micro_batch, seq_len, gpu=gpu, loss_chunk=loss_chunk)
 
 
-def costs_of(model: Anatomy, micro_batch: int, seq_len: int, *, gpu: bool = False) -> dict[str, UnitCost]:
+def costs_of(
+    model: Anatomy, micro_batch: int, seq_len: int, *, gpu: bool = False, loss_chunk: int | None = None
+) -> dict[str, UnitCost]:
     """Cost of each unit, in the order of a forward."""
     shape = Rows(rows=micro_batch, seq_len=seq_len, gpu=gpu)
     width = shape.tokens * model.hidden
@@ -49,21 +53,26 @@ def costs_of(model: Anatomy, micro_batch: int, seq_len: int, *, gpu: bool = Fals
     tape = Tape()
     norm(tape, model.norm, Value(width, stored=False), model.hidden)
     costs[model.norm_name] = _cost(0.0, 0.0, tape.peak(), width, width)
-    costs[model.head_name] = head_cost(model.hidden, model.vocabulary, shape.tokens)
+    chunk = micro_batch * chunk_length(micro_batch, seq_len, loss_chunk)
+    costs[model.head_name] = head_cost(model.hidden, model.vocabulary, shape.tokens, chunk)
     return costs
 
 
-def head_cost(hidden: int, vocabulary: int, tokens: int) -> UnitCost:
-    """The head with the loss, on all `tokens` at once.
+def head_cost(hidden: int, vocabulary: int, tokens: int, chunk: int | None = None) -> UnitCost:
+    """The head with the loss, on `tokens`, `chunk` of them at a time (None: all).
 
-    32,768 tokens by a vocabulary of 151,936 take 18 bytes a logit:
+    32,768 tokens by a vocabulary of 151,936 take 18 bytes a logit; in chunks of 1,024 tokens a 32nd of that:
 
     >>> head_cost(1024, 151936, 32768).workspace_bytes / 2**30
     83.4609375
+    >>> head_cost(1024, 151936, 32768, 1024).workspace_bytes / 2**30
+    2.608154296875
     """
-    logits, table = tokens * vocabulary, hidden * vocabulary
+    held = tokens if chunk is None else chunk
+    logits, table = held * vocabulary, hidden * vocabulary
     flops = 2.0 * tokens * table
-    after = FLOAT_BYTES * (logits + table + tokens * hidden + 2)  # the loss, and its gradient
+    states = held * hidden * (1 if held == tokens else 2)  # their gradient; a chunk of several sequences is a copy
+    after = FLOAT_BYTES * (logits + table + states + 2)  # the loss, and its gradient
     return UnitCost(
         forward_flops=flops,
         backward_flops=3 * flops,

@@ -96,6 +96,10 @@ NULLABLE: dict[str, frozenset[str]] = {
 """Families that take null for a key; the others cannot be built with it. Keys that are not listed: all families."""
 
 
+_LARGEST, _MOST_LAYERS = 1 << 40, 100_000
+"""Beyond every model; a list with an entry a layer still fits."""
+
+
 class Keys:
     """The values of a config, with the family's own defaults. Raises ValueError for what is no size."""
 
@@ -141,6 +145,8 @@ class Keys:
         return self.config.get(key, self._defaults.get(key))
 
     def _positive(self, key: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
             raise ValueError(f"{key} is {value!r}")
+        if key == "num_hidden_layers" and value > _MOST_LAYERS:
+            raise ValueError(f"{key} is {value!r}, which is more than {_MOST_LAYERS}")
         return value
