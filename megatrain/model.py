@@ -2,31 +2,37 @@
 
 Scope: building the model without its weights, finding its units and their flat layout, first weights from a seed.
 Not here: running a unit on leased weights (`stream.py`), weights from a model folder (`checkpoint.py`), what a unit
-costs (`profile.py`).
+costs (`profile.py`), seeing which module a forward calls when (`call_order.py`).
 
 Nothing here knows an architecture: the decoder layers are the largest `ModuleList` of the base model, every other
 module that owns parameters is a unit of its own, and all that stands outside the base model is the head.
 """
 
+import fnmatch
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from megatrain.call_order import call_order, own_parameters
 from megatrain.errors import UserError
-from megatrain.programs import UnitSize
+from megatrain.programs import KINDS, UnitSize
 from tiering.manifest import TensorSpec
 from tiering.workload import pages
 
 ALIGN = 16
 """Elements: tensors start at multiples of 64 bytes, as torch's own allocations do; kernels then give the same bits."""
+
+
+FROZEN = ".frozen"
+"""Ends the name of the unit that owns the frozen parameters of another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +50,15 @@ class Slice(TensorSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """`owner.attr` takes its value from a slice of a unit's block; the unit is another one where weights are tied."""
+    """`owner.attr` takes its value from a slice of a unit's block; the unit is another one where weights are tied, and
+    where they are frozen.
+    """
 
     owner: nn.Module
     attr: str
     unit: str
     slice: Slice
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +67,7 @@ class Unit:
 
     slices: the parameters it owns, in the model's own order. bindings: all parameters it computes with.
     completes: units whose gradient is whole after this one's backward. The head has no `module`: the model's own code
-    runs it.
+    runs it. frozen: it owns frozen parameters, for the unit whose name its own begins with, and computes nothing.
     """
 
     name: str
@@ -66,6 +75,12 @@ class Unit:
     slices: tuple[Slice, ...]
     bindings: tuple[Binding, ...]
     completes: tuple[str, ...] = ()
+    frozen: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the blocks that outlive a step."""
+        return () if not self.nbytes else KINDS[:1] if self.frozen else KINDS
 
     @property
     def nbytes(self) -> int:
@@ -77,15 +92,16 @@ class Unit:
         return tuple(dict.fromkeys(b.unit for b in self.bindings if b.unit != self.name))
 
     def size(self) -> UnitSize:
-        return UnitSize(name=self.name, nbytes=self.nbytes, borrows=self.borrows)
+        return UnitSize(name=self.name, nbytes=self.nbytes, borrows=self.borrows, frozen=self.frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """All units in the order in which a forward calls them, the head last."""
+    """All units that compute in the order in which a forward calls them, the head last. frozen: those that only own."""
 
     model: PreTrainedModel
     units: tuple[Unit, ...]
+    frozen: tuple[Unit, ...] = ()
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -95,18 +111,33 @@ class Units:
         return self.units[-1]
 
     @property
+    def stored(self) -> tuple[Unit, ...]:
+        """Every unit that can own parameters."""
+        return (*self.units, *self.frozen)
+
+    @property
     def parameters(self) -> int:
+        return sum(s.numel for unit in self.stored for s in unit.slices)
+
+    @property
+    def trainable(self) -> int:
+        """How many of the parameters are trained."""
         return sum(s.numel for unit in self.units for s in unit.slices)
 
     def slices(self) -> Iterator[tuple[Unit, Slice]]:
         """Every parameter once, in the order of `model.named_parameters()`."""
         place = {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
-        owned = [(unit, s) for unit in self.units for s in unit.slices]
+        owned = [(unit, s) for unit in self.stored for s in unit.slices]
         return iter(sorted(owned, key=lambda pair: place[pair[1].name]))
 
 
 def model_config(content: Mapping[str, Any]) -> PretrainedConfig:
     """The config object for the JSON of a config.json, in FP32. Raises UserError for an unknown model or bad value."""
+    if content["model_type"] not in CONFIG_MAPPING and "auto_map" in content:
+        raise UserError(
+            f"model.config: {content['model_type']} brings code of its own (auto_map), and such code is not run here. "
+            "Fix: a release of transformers that knows this architecture, if there is one"
+        )
     values = {key: value for key, value in content.items() if key not in ("model_type", "dtype", "torch_dtype")}
     try:
         config = AutoConfig.for_model(content["model_type"], **values)
@@ -125,8 +156,9 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise UserError(f"model.config: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # any class: whatever transformers makes of a configuration
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"model.config: {lines[0]}") from error
     model.tie_weights()
     return model.train()
 
@@ -148,92 +180,75 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def find_units(model: PreTrainedModel) -> Units:
-    """Raises UserError, by name, for a model that cannot be cut into units."""
+def find_units(model: PreTrainedModel, freeze: Sequence[str] = ()) -> Units:
+    """Raises UserError, by name, for a model that cannot be cut into units.
+
+    freeze: patterns of parameter names, as `fnmatch` reads them. What they match belongs to a unit of its own, which a
+    unit that computes with it borrows.
+    """
     names = {module: name for name, module in model.named_modules()}
-    calls = list(_call_order(model))
+    calls = call_order(model)
     inside = {inner for module in calls for inner in module.modules()}
     outside = [module for module in model.modules() if module not in inside]
-    stray = [n for m in outside for n in _own(m) if _within(m, model.base_model)]
+    stray = [n for m in outside for n in own_parameters(m) if _within(m, model.base_model)]
     if stray:
         raise UserError(f"{type(model).__name__} keeps the parameter {stray[0]} outside of its submodules' forwards; "
                         "such a model is not supported")  # fmt: skip
-    head = [module for module in outside if _own(module)]
+    head = [module for module in outside if own_parameters(module)]
     groups: list[tuple[str, nn.Module | None, list[nn.Module]]] = [(names[m], m, list(m.modules())) for m in calls]
     groups.append((names[head[0]] if len(head) == 1 else "head", None, head))
     owner: dict[int, tuple[str, Slice]] = {}
-    units = [_unit(name, module, modules, names, owner) for name, module, modules in groups]
-    return Units(model=model, units=tuple(_with_completes(units)))
+    frozen = _frozen(model, freeze)
+    holders = [_holder(name, modules, names, owner, frozen) for name, _, modules in groups]
+    units = [_unit(name, module, modules, names, owner, frozen) for name, module, modules in groups]
+    return Units(
+        model=model,
+        units=tuple(_with_completes(units)),
+        frozen=tuple(holder for holder in holders if holder.slices),
+    )
 
 
-def _own(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(recurse=False)]
+def _frozen(model: PreTrainedModel, patterns: Sequence[str]) -> frozenset[int]:
+    """Ids of the parameters that a pattern matches, by any of their names. Raises UserError for a pattern of none."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    found: set[int] = set()
+    for pattern in patterns:
+        matched = {id(parameter) for name, parameter in named if fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise UserError(
+                f"model.freeze: {pattern!r} matches no parameter. Fix: a pattern of names such as {named[0][0]} or "
+                f"{named[-1][0]}"
+            )
+        found |= matched
+    if len(found) == len({id(parameter) for _, parameter in named}):
+        raise UserError(f"model.freeze: {', '.join(patterns)}: nothing is left to train. Fix: freeze less")
+    return frozenset(found)
+
+
+def _holder(
+    name: str,
+    modules: Sequence[nn.Module],
+    names: Mapping[nn.Module, str],
+    owner: dict[int, tuple[str, Slice]],
+    frozen: Collection[int],
+) -> Unit:
+    """The unit that owns the frozen parameters of a group which none before owns."""
+    slices: list[Slice] = []
+    for part in modules:
+        for attr, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in frozen and id(parameter) not in owner:
+                slices.append(_next_slice(f"{names[part]}.{attr}".removeprefix("."), parameter, slices))
+                owner[id(parameter)] = f"{name}{FROZEN}", slices[-1]
+    return Unit(name=f"{name}{FROZEN}", module=None, slices=tuple(slices), bindings=(), frozen=True)
+
+
+def _next_slice(name: str, parameter: torch.Tensor, before: Sequence[Slice]) -> Slice:
+    top = before[-1].offset + -(-before[-1].numel // ALIGN) * ALIGN if before else 0
+    return Slice(name=name, shape=tuple(parameter.shape), offset=top)
 
 
 def _within(module: nn.Module, base: nn.Module) -> bool:
     return any(module is inner for inner in base.modules())
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The largest list of modules in the base model."""
-    lists = [
-        m for m in model.base_model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
-    ]
-    if not lists:
-        raise UserError(f"{type(model).__name__} has no list of layers; such a model is not supported")
-    return max(lists, key=lambda found: (sum(p.numel() for p in found.parameters()), len(found)))
-
-
-def _call_order(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The base model's units in the order of its forward: seen on two tokens, with the layers passing them on."""
-    layers = list(decoder_layers(model))
-    inner = {module for layer in layers for module in layer.modules()}
-    units = [module for module in model.base_model.modules() if module not in inner and _own(module)]
-    called: list[nn.Module] = []
-    hooks = [unit.register_forward_pre_hook(lambda module, _: called.append(module)) for unit in units]
-    try:
-        with torch.no_grad(), weightless(units), passing_on(layers, lambda layer, args, kwargs: called.append(layer)):
-            model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{type(model).__name__} cannot be cut into units: {reason}") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return iter(dict.fromkeys(called))
-
-
-@contextmanager
-def weightless(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules' own parameters are zeros that take no memory (every element is the same one)."""
-    kept = [(m, name, parameter) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
-    for module, name, parameter in kept:
-        module._parameters[name] = torch.zeros(()).expand(parameter.shape)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module, name, parameter in kept:
-            module._parameters[name] = parameter
-
-
-@contextmanager
-def passing_on(modules: Sequence[nn.Module], seen: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
-    """Inside, each module tells `seen` what it was called with and returns its first argument."""
-
-    def replacement(module: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            seen(module, args, kwargs)
-            return args[0] if args else kwargs["hidden_states"]
-
-        return forward
-
-    for module in modules:
-        module.forward = replacement(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 def _unit(
@@ -242,31 +257,30 @@ def _unit(
     modules: Sequence[nn.Module],
     names: Mapping[nn.Module, str],
     owner: dict[int, tuple[str, Slice]],
+    frozen: Collection[int],
 ) -> Unit:
     """Lay out the parameters that no unit before owns; bind all. Tied parameters are one object."""
     slices: list[Slice] = []
     bindings: list[Binding] = []
-    top = 0
     for part in modules:
         for attr, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in owner:
-                full = f"{names[part]}.{attr}".removeprefix(".")
-                slices.append(Slice(name=full, shape=tuple(parameter.shape), offset=top))
-                top += -(-parameter.numel() // ALIGN) * ALIGN
+                slices.append(_next_slice(f"{names[part]}.{attr}".removeprefix("."), parameter, slices))
                 owner[id(parameter)] = name, slices[-1]
             unit, place = owner[id(parameter)]
-            bindings.append(Binding(owner=part, attr=attr, unit=unit, slice=place))
+            fixed = id(parameter) in frozen
+            bindings.append(Binding(owner=part, attr=attr, unit=unit, slice=place, frozen=fixed))
     return Unit(name=name, module=module, slices=tuple(slices), bindings=tuple(bindings))
 
 
 def _with_completes(units: Sequence[Unit]) -> Iterator[Unit]:
     first_use: dict[str, str] = {}
     for unit in units:
-        for name in dict.fromkeys(binding.unit for binding in unit.bindings):
+        for name in dict.fromkeys(binding.unit for binding in unit.bindings if not binding.frozen):
             first_use.setdefault(name, unit.name)
     for unit in units:
         done = tuple(name for name, user in first_use.items() if user == unit.name)
-        yield Unit(name=unit.name, module=unit.module, slices=unit.slices, bindings=unit.bindings, completes=done)
+        yield replace(unit, completes=done)
 
 
 @contextmanager
@@ -285,28 +299,27 @@ def bound(unit: Unit, values: Mapping[Slice, torch.Tensor]) -> Iterator[None]:
 def first_weights(units: Units, unit: Unit, seed: int, block: torch.Tensor) -> None:
     """Fill `block` (flat uint8, `unit.nbytes`) with the unit's initial weights, as the model's own code draws them.
 
-    A pure function of (config, seed, unit name): the random numbers of one unit do not depend on the others.
-    Raises UserError if the model leaves a parameter undefined.
+    A pure function of (config, seed, unit name): the random numbers of one unit do not depend on the others, nor on
+    what is frozen. Raises UserError if the model leaves a parameter undefined.
     """
     model = units.model
     block.zero_()  # the gaps between parameters are never used; let them be the same in every run
     if not unit.slices:
         return
-    values = {s: nn.Parameter(s.of(block), requires_grad=False) for s in unit.slices}
-    own = Unit(
-        name=unit.name,
-        module=unit.module,
-        slices=unit.slices,
-        bindings=tuple(binding for binding in unit.bindings if binding.unit == unit.name),
-    )
-    digest = hashlib.sha256(f"{seed}/{unit.name}".encode()).digest()
+    name = unit.name.removesuffix(FROZEN)
+    drawn = [other for other in units.stored if other.slices and other.name.removesuffix(FROZEN) == name]
+    blocks = {o.name: block if o.name == unit.name else torch.zeros(o.nbytes, dtype=torch.uint8) for o in drawn}
+    values = {s: nn.Parameter(s.of(blocks[o.name]), requires_grad=False) for o in drawn for s in o.slices}
+    whole = next(computes for computes in units if computes.name == name)
+    own = replace(whole, bindings=tuple(binding for binding in whole.bindings if binding.unit in blocks))
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     state = torch.get_rng_state()
     try:
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         with torch.no_grad(), bound(own, values):
             for value in values.values():
                 value.fill_(torch.nan)
-            for module in dict.fromkeys(m for top in _tops(unit) for m in _depth_first(top)):
+            for module in dict.fromkeys(m for top in _tops(whole) for m in _depth_first(top)):
                 model._init_weights(module)
     finally:
         torch.set_rng_state(state)
