@@ -13,15 +13,16 @@ from tokenizers import Tokenizer
 
 from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.errors import UserError
-from megatrain.model import build, find_units, model_config
 from megatrain.prepare import forward_plan
+from megatrain.run_model import run_units
 from megatrain.stream import StreamedModel
 from tiering.choose import choose_engine
+from tiering.drives import has_state, root_first
 from tiering.errors import TieringError
 from tiering.manager import Manager
 from tiering.plan import Plan
 from tiering.schedule import Action
-from tiering.store import BlockStore, has_state
+from tiering.store import BlockStore
 
 
 def generate(
@@ -31,9 +32,10 @@ def generate(
     if not (run_dir / RUN_FILE).is_file():
         raise UserError(f"{run_dir} is not a run folder: it has no {RUN_FILE}. Fix: give the output.dir of a run")
     run = load_run(run_dir / RUN_FILE)
-    if not has_state(run.tiers.nvme[0]):
-        raise UserError(f"{run.tiers.nvme[0]} holds no state of this run. Fix: train it, or bring the folder back")
-    units = find_units(build(model_config(run.model.json_config())))
+    if not has_state(root_first(run.tiers.nvme)[0]):
+        folders = ", ".join(map(str, run.tiers.nvme))
+        raise UserError(f"{folders}: no state of this run. Fix: train it, or bring the folder back")
+    units = run_units(run.model)
     tokens = encode(run, prompt)
     if not tokens:
         raise UserError("--prompt is empty; at least one token is needed to go on from")
@@ -55,7 +57,8 @@ def generate(
 
 def _opened(run: RunConfig, plan: Plan) -> Manager:
     """The tiers for reading only: training may go on elsewhere."""
-    store = BlockStore.open(run.tiers.nvme[0], read_only=True)
+    root, *others = root_first(run.tiers.nvme)
+    store = BlockStore.open(root, others=others, read_only=True)
     engine, _ = choose_engine(run.tiers.engine, store.root)
     manager = Manager(plan, store, engine, _no_update, serial=False)
     manager.load()
