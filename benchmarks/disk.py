@@ -21,7 +21,7 @@ from megatrain.errors import UserError
 from megatrain.sizes import format_rate, format_size
 from tiering import gds
 from tiering.drive import DriveFacts, drive_facts
-from tiering.engine import Extent, IOEngine
+from tiering.engine import Extent, IOEngine, View, flat
 from tiering.hardware import READ_SHARE
 from tiering.hardware_file import ByteRate
 from tiering.limits import memory_limit
@@ -41,11 +41,13 @@ class PlainEngine(PosixEngine):
 
     name = PLAIN
 
-    def submit_read(self, extent: Extent, view: memoryview) -> Future[int]:
-        return _finished(self._transfer("read", extent, view))
+    def submit_read(self, extent: Extent, view: View) -> Future[int]:
+        with flat("read", extent, view) as whole:
+            return _finished(self._transfer("read", extent, whole))
 
-    def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
-        return _finished(self._transfer("write", extent, view))
+    def submit_write(self, extent: Extent, view: View) -> Future[int]:
+        with flat("write", extent, view) as whole:
+            return _finished(self._transfer("write", extent, whole))
 
 
 def _finished(moved: int) -> Future[int]:

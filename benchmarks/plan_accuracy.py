@@ -9,9 +9,7 @@ the operating system counts for the process; the peak of its resident memory. Th
 again after a run: where they moved, the row says so, and the run is made again.
 """
 
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,17 +18,17 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import psutil
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.child import os_bytes, peak_rss_bytes, reset_peak, rss_bytes, run_child
 from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.console import FAILED, AsJson, Debug, new_app, print_json, reported, run_app, stdout_kept
 from megatrain.engine import StepEngine
 from megatrain.errors import UserError
+from megatrain.inputs import tensors
 from megatrain.prepare import Prepared, prepare
 from megatrain.runfile import write_mapping
 from megatrain.sizes import format_seconds, format_size
@@ -127,11 +125,10 @@ def _in_process(case: str, path: Path, steps: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix=".plan-accuracy-", dir=folder_beside(path / "state")))
     command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--path", str(folder), "--this", case]
     try:
-        done = subprocess.run([*command, "--steps", str(steps)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UserError(f"the run {case!r} failed with exit code {done.returncode}:\n{done.stderr.strip()}")
-        result: dict[str, Any] = json.loads(done.stdout)
-        return result
+        ended = run_child([*command, "--steps", str(steps)])
+        if ended.code or not ended.result:
+            raise UserError(f"the run {case!r} failed with exit code {ended.code}:\n{ended.errors}")
+        return dict(ended.result)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -141,10 +138,10 @@ def measured_run(run: RunConfig, steps: int) -> dict[str, Any]:
     prepared = prepare(run)
     timeline = prepared.plan.timeline
     planned = prepared.baseline_bytes + prepared.plan.host_bytes + prepared.compute_bytes
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of what came before
-    begin_rss = psutil.Process().memory_info().rss
+    reset_peak()
+    begin_rss = rss_bytes()
     walls, moved, figures = _train(prepared, steps)
-    peak = _peak_rss()
+    peak = peak_rss_bytes()
     return {
         "parameters": prepared.units.parameters,
         "predicted_step_s": timeline.pass_s,
@@ -175,11 +172,11 @@ def _train(prepared: Prepared, steps: int) -> tuple[list[float], list[int], tupl
     with open_state(prepared, batches, run.tiers.nvme[0], resume=False, console=console) as manager:
         with closing(StepEngine(run, prepared.units, manager, 0)) as engine:
             manager.trace.take()
-            before = _os_bytes()
+            before = os_bytes().nbytes
             for number in range(WARM_STEPS + steps):
-                engine.step(torch.from_numpy(batches.batch_at(number)), last=False)
+                engine.step(tensors(batches.batch_at(number)), last=False)
                 _, figures = manager.trace.take()
-                now = _os_bytes()
+                now = os_bytes().nbytes
                 walls.append(figures.wall_s)
                 moved.append(now - before)
                 busy.append((figures.io_s, figures.compute_s))
@@ -198,17 +195,6 @@ def _drift(prepared: Prepared) -> float:
     if then_s and now_s:
         changes.append(abs(now_s / then_s - 1))
     return max(changes)
-
-
-def _os_bytes() -> int:
-    """Bytes that this process has had read from and written to drives, as the kernel counts them."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"]) + int(fields["write_bytes"])
-
-
-def _peak_rss() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def misses(row: Mapping[str, Any]) -> list[str]:
