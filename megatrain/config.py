@@ -21,21 +21,28 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    StrictFloat,
+    StrictInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from megatrain.data.sources import list_sources
+from megatrain.data.chat_sources import HUB_PREFIX
+from megatrain.data.files import check_data_files
 from megatrain.errors import UserError
 from megatrain.faults import describe
+from megatrain.model_folder import local_folder, read_config
 from megatrain.runfile import overlay, read_mapping, write_mapping
 from megatrain.sizes import parse_size
 
 BYTES: Final = "bytes"
+MOST_DRIVES: Final = 36
 TOKENIZER_FILE = "tokenizer.json"
 RUN_FILE = "run.yaml"
 """In the run folder: the run with every default resolved."""
+_KEYS_OF_KIND = {"chat": ("datasets", "split", "chat_template", "train_on", "packing"), "tokens": ("dtype",)}
+_NUMERIC_OF_KIND = {"chat": ("train_on", "packing")}
 _VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|(?P<name>\w+)|\{(?P<braced>\w+)\})")
 
 
@@ -116,12 +123,39 @@ def _escape(path: object) -> str:
     return str(path).replace("$", "$$")
 
 
+def _data_path(value: object) -> str:
+    return value if isinstance(value, str) and value.startswith(HUB_PREFIX) else expand_path(value)
+
+
+def _validation(value: object) -> object:
+    """A number of rows, a share of them, or the path of other data."""
+    if value is None or isinstance(value, Path):
+        return value
+    try:
+        number = _number(value)
+    except ValueError:
+        if isinstance(value, bool):
+            raise
+        return Path(expand_path(value))
+    if isinstance(number, int) and number < 1:
+        raise ValueError(f"{number!r} is not allowed: must be >= 1 rows, a share such as 0.05, or a path")
+    if isinstance(number, float) and not 0 < number <= 1:
+        raise ValueError(f"{number!r} is not allowed: a share must be > 0 and <= 1")
+    return number
+
+
+def _as_written(value: object) -> object:
+    return _escape(value) if isinstance(value, Path) else value
+
+
 # Typed text goes through `expand_path` once; `_escape` keeps a literal dollar sign when the run is written again.
 _PathText = Annotated[str, BeforeValidator(expand_path), PlainSerializer(_escape)]
 _Path = Annotated[Path, BeforeValidator(expand_path), PlainSerializer(_escape)]
+_DataPath = Annotated[str, BeforeValidator(_data_path), PlainSerializer(_escape)]
 _Int = Annotated[int, BeforeValidator(_number)]
 _Float = Annotated[float, BeforeValidator(_number)]
 _Unit = Annotated[_Float, Field(ge=0, lt=1)]
+_Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
 
 
 class _Section(BaseModel):
@@ -129,7 +163,9 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """What is trained: an architecture from scratch (`config`) or a model folder (`path`); exactly one of the two."""
+    """What is trained: an architecture from scratch (`config`) or a model folder (`path`); exactly one of the two.
+    Parameters whose names match a pattern of `freeze` stay as they are.
+    """
 
     config: Annotated[
         dict[str, Any] | Path | None,
@@ -137,6 +173,7 @@ class ModelConfig(_Section):
         PlainSerializer(lambda value: _escape(value) if isinstance(value, Path) else value),
     ] = None
     path: _Path | None = None
+    freeze: _Patterns = ()
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "ModelConfig":
@@ -154,41 +191,46 @@ class ModelConfig(_Section):
             return self.config
         key, file = ("model.path", self.path) if self.path is not None else ("model.config", self.config)
         assert file is not None
-        if self.path is not None and not file.is_dir():
-            raise UserError(f"model.path: {file} is not a folder. Fix: give the folder that holds config.json")
-        if file.is_dir():
-            file = file / "config.json"
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(
-                f"{key}: {file} cannot be read: {error.strerror}. Fix: give the path of a model's config.json"
-            ) from None
-        except ValueError as error:
-            raise UserError(f"{key}: {file} is not JSON: {error}") from None
-        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-            raise UserError(f"{key}: {file} has no `model_type`; it is not the configuration of a model")
-        return content
+        return read_config(key, file)
 
 
 class DataConfig(_Section):
-    """What it is trained on: text files, cut into windows of `seq_len` tokens."""
+    """What it is trained on: windows of text or of ready token ids, or the answers of conversations."""
 
-    kind: str = "text"
-    paths: Annotated[tuple[_PathText, ...], BeforeValidator(_as_list), Field(min_length=1)]
+    kind: Literal["text", "chat", "tokens"] = "text"
+    paths: Annotated[tuple[_DataPath, ...], BeforeValidator(_as_list), Field(min_length=1)]
+    datasets: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    split: Annotated[str, Field(min_length=1)] = "train"
+    dtype: Literal["uint16", "uint32", "int32"] | None = None
     tokenizer: Annotated[
         Literal["bytes"] | Path,
         BeforeValidator(lambda v: v if v == BYTES else Path(expand_path(v))),
         PlainSerializer(lambda value: BYTES if value == BYTES else _escape(value)),
     ] = BYTES
+    chat_template: _Path | None = None
+    train_on: Literal["assistant", "all"] = "assistant"
     seq_len: Annotated[_Int, Field(ge=2)]
+    packing: bool = False
+    validation: Annotated[
+        StrictInt | StrictFloat | Path | None,
+        BeforeValidator(_validation),
+        PlainSerializer(_as_written),
+    ] = None
+    validation_max: Annotated[_Int, Field(ge=1)] | None = None
 
-    @field_validator("kind")
-    @classmethod
-    def _kind(cls, value: str) -> str:
-        if value != "text":
-            raise ValueError(f"{value!r} is not supported: the only kind of data is `text`")
-        return value
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> "DataConfig":
+        for kind, keys in _KEYS_OF_KIND.items():
+            for key in keys:
+                if kind != self.kind and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"`{key}` is for `kind: {kind}`, this is `{self.kind}`. Fix: leave it out")
+        if self.kind == "chat" and self.tokenizer == BYTES:
+            raise ValueError(
+                "`tokenizer` is `bytes`, which has no chat template. Fix: the folder of a chat model's tokenizer"
+            )
+        if self.validation_max is not None and not isinstance(self.validation, float):
+            raise ValueError("`validation_max` bounds a share, and `validation` is none. Fix: leave it out")
+        return self
 
     @property
     def tokenizer_file(self) -> Path | None:
@@ -199,14 +241,18 @@ class DataConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """How long and in what portions; `batch` and `micro_batch` count sequences."""
+    """How long and in what portions; `batch` and `micro_batch` count sequences, `loss_chunk` counts tokens,
+    `commit_every` steps (None: as the run finds it cheap) and `eval_every` steps too (0: after the last one alone).
+    """
 
     steps: Annotated[_Int, Field(ge=1)]
     batch: Annotated[_Int, Field(ge=1)]
     micro_batch: Annotated[_Int, Field(ge=1, default_factory=lambda earlier: earlier["batch"])]
+    loss_chunk: Annotated[_Int, Field(ge=1)] | None = None
     max_grad_norm: Annotated[_Float, Field(gt=0)] | None = None
     seed: Annotated[_Int, Field(ge=0, lt=2**63)] = 0
-    commit_every: Annotated[_Int, Field(ge=1)] = 50
+    commit_every: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto_or(_number))] = None
+    eval_every: Annotated[_Int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> "TrainConfig":
@@ -220,12 +266,15 @@ class TrainConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """AdamW as `torch.optim.AdamW` defines it, with its defaults except for the learning rate."""
+    """AdamW as `torch.optim.AdamW` defines it, with its defaults except for the learning rate. Parameters whose names
+    match a pattern of `no_decay` have no weight decay.
+    """
 
     lr: Annotated[_Float, Field(ge=0)] = 3e-4
     betas: tuple[_Unit, _Unit] = (0.9, 0.999)
     eps: Annotated[_Float, Field(ge=0)] = 1e-8
     weight_decay: Annotated[_Float, Field(ge=0)] = 0.01
+    no_decay: _Patterns = ()
 
 
 class TiersConfig(_Section):
@@ -236,12 +285,13 @@ class TiersConfig(_Section):
     nvme: Annotated[tuple[_Path, ...], BeforeValidator(_as_list), Field(min_length=1)]
     engine: Literal["auto", "posix", "kvikio"] = "auto"
     resident: Annotated[Literal["auto"] | float, BeforeValidator(_share)] = "auto"
+    late_updates: Annotated[Literal["auto"] | float, BeforeValidator(_share)] = "auto"
     serial: bool = False
     hardware: _Path | None = None
 
-    @field_validator("resident")
+    @field_validator("resident", "late_updates")
     @classmethod
-    def _resident(cls, value: Literal["auto"] | float) -> Literal["auto"] | float:
+    def _share_of_all(cls, value: Literal["auto"] | float) -> Literal["auto"] | float:
         if isinstance(value, float) and not (math.isfinite(value) and 0 <= value <= 1):
             raise ValueError(f"{value!r} is not allowed: must be `auto` or a share between 0 and 1")
         return value
@@ -252,6 +302,11 @@ class TiersConfig(_Section):
         twice = next((path for path in value if value.count(path) > 1), None)
         if twice is not None:
             raise ValueError(f"{twice} is listed twice. Fix: one folder a drive")
+        inside = next(((a, b) for a in value for b in value if a != b and a.is_relative_to(b)), None)
+        if inside is not None:
+            raise ValueError(f"{inside[0]} lies in {inside[1]}. Fix: one folder of its own a drive")
+        if len(value) > MOST_DRIVES:
+            raise ValueError(f"{len(value)} folders; at most {MOST_DRIVES} can be used. Fix: one folder a drive")
         return value
 
 
@@ -280,17 +335,18 @@ class RunConfig(_Section):
                     f"output.dir: {self.output.dir} lies in the NVMe tier {root}, which holds nothing "
                     "else. Fix: put tiers.nvme into a folder of its own"
                 )
+        if self.train.eval_every and self.data.validation is None:
+            raise ValueError("train.eval_every: no data is held out. Fix: data.validation: 0.05, or leave it out")
+        if self.train.max_grad_norm is not None and self.tiers.late_updates not in ("auto", 1):
+            raise ValueError(
+                f"tiers.late_updates: {self.tiers.late_updates:g} does not go with train.max_grad_norm, which has to "
+                "know all gradients before the first update. Fix: leave it out"
+            )
         return self
 
     def check_files(self) -> None:
         """Raises UserError for a model, data or tokenizer file that is missing, or an output folder that is a file."""
-        self.model.json_config()
-        list_sources(self.data.paths)
-        tokenizer = self.data.tokenizer_file
-        if tokenizer is not None and not tokenizer.is_file():
-            raise UserError(
-                f"data.tokenizer: {tokenizer} is not a file. Fix: `bytes`, a tokenizer.json, or a folder that holds one"
-            )
+        check_data_files(self.data, self.model.json_config()["model_type"])
         nearest = next(path for path in (self.output.dir, *self.output.dir.parents) if path.exists())
         if not nearest.is_dir():
             raise UserError(f"output.dir: {self.output.dir}: {nearest} is a file, not a folder. Fix: another folder")
@@ -301,14 +357,21 @@ class RunConfig(_Section):
         """The JSON-able items that decide the numbers of a run, apart from what the data holds.
 
         Placement, paths, `train.steps` and `train.commit_every` are not among them: a run may be moved or lengthened.
-        What the data holds is for `Batches.fingerprint()`, which covers the files, their order and the tokenizer.
+        What the data holds is for `StepBatches.fingerprint()`, which covers the files, their order and the tokenizer.
         """
         train = self.train.model_dump(mode="json", include={"batch", "micro_batch", "max_grad_norm", "seed"})
+        extra = _NUMERIC_OF_KIND.get(self.data.kind, ())
+        model: dict[str, Any] = {"config": self.model.json_config(), "from_scratch": self.model.path is None}
+        optimizer = self.optimizer.model_dump(mode="json", exclude={"no_decay"})
+        # What is not set is no item: stores that were made before there was such a key go on.
+        train |= self.train.model_dump(mode="json", include={"loss_chunk"}, exclude_defaults=True)
+        model |= self.model.model_dump(mode="json", include={"freeze"}, exclude_defaults=True)
+        optimizer |= self.optimizer.model_dump(mode="json", include={"no_decay"}, exclude_defaults=True)
         return {
-            "model": {"config": self.model.json_config(), "from_scratch": self.model.path is None},
-            "data": {"kind": self.data.kind, "seq_len": self.data.seq_len},
+            "model": model,
+            "data": self.data.model_dump(mode="json", include={"kind", "seq_len", *extra}),
             "train": train,
-            "optimizer": self.optimizer.model_dump(mode="json"),
+            "optimizer": optimizer,
         }
 
 
@@ -324,6 +387,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             tree[name] = {}  # so that a fault names the key that is missing in it, not just the section
     model, data = tree["model"], tree["data"]
     if isinstance(model, dict) and isinstance(data, dict) and model.get("path") is not None:
+        model["path"] = local_folder(model["path"])
         data.setdefault("tokenizer", model["path"])  # a trained model is of use only with the tokenizer beside it
     try:
         return RunConfig.model_validate(tree)

@@ -9,9 +9,9 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,20 +21,31 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from megatrain.commits import CommitPace, failures_named, predicted_commit_s
 from megatrain.config import RUN_FILE, RunConfig, dump_run
-from megatrain.data import Batches, prepare_tokens
+from megatrain.data import RunData, StepBatches, open_data
 from megatrain.engine import StepEngine, StepResult
 from megatrain.errors import UserError
 from megatrain.generate import decode, generate
+from megatrain.inputs import tensors
+from megatrain.interrupts import collected_interrupts
 from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
-from megatrain.programs import KINDS, block_name
+from megatrain.programs import block_name
 from megatrain.report import PlanReport
 from megatrain.sizes import format_seconds, format_size
-from tiering.manager import Manager
-from tiering.place import check_room
-from tiering.store import JSON, TensorSpec, has_state
+from megatrain.steplog import append_row, first_row, largest_stall, step_row
+from megatrain.tracing import Recording, TraceRequest, recording
+from megatrain.validation import Validation
+from tiering.drives import find_drives, has_state, root_first
+from tiering.manager import Manager, scratch_blocks, stored_blocks
+from tiering.manifest import read_manifest
+from tiering.measure import by_drive
+from tiering.place import check_rooms
+from tiering.spread import rate_of
+from tiering.store import JSON, BlockStore, TensorSpec
+from tiering.timetable import timetable
 from tiering.trace import Figures
 
 INTERRUPTED = 130
@@ -45,26 +56,33 @@ SAMPLE_MOST_S = 15.0
 """A sample that would take longer than this is left to the user."""
 
 
-def train(run: RunConfig, *, resume: bool, console: Console) -> int:
+def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest | None = None) -> int:
     """Train as `run` says; returns the exit code. Raises UserError or a TieringError."""
     _refuse_state(run, resume)
     prepared = prepare(run)
     report = PlanReport(prepared=prepared)
     report.render(console)
     if not resume:
-        check_room(run.tiers.nvme[0], report.disk_bytes())
+        check_rooms(_room(prepared))
     console.print(_device_line(run))
+    for folders in by_drive(run.tiers.nvme):
+        if len(folders) > 1:
+            names = " and ".join(map(str, folders))
+            console.print(f"[yellow]{names} are on one drive; two folders on one drive gain nothing[/yellow]")
     run.output.dir.mkdir(parents=True, exist_ok=True)
-    batches = open_run_batches(prepared, run.output.dir, console)
+    data = open_run_data(prepared, run.output.dir, console)
+    batches = data.batches(run.train.batch, run.train.seed)
     (run.output.dir / RUN_FILE).write_text(dump_run(run))
     (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
-    with open_state(prepared, batches, run.tiers.nvme[0], resume=resume, console=console) as manager:
+    root, *others = root_first(run.tiers.nvme)
+    with open_state(prepared, batches, root, others=others, resume=resume, console=console) as manager:
         console.print(manager.engine_line, markup=False, highlight=False)
         done = int(_number(manager.store.run, "step"))
         updates = int(_number(manager.store.run, "updates"))
         engine = StepEngine(run, prepared.units, manager, updates)
         try:
-            code = _Loop(prepared, batches, manager, engine, console).run(done)
+            validation = Validation(run, data.validation)
+            code = _Loop(prepared, batches, validation, manager, engine, console, trace).run(done)
         finally:
             engine.close()
     if code == 0:
@@ -72,12 +90,12 @@ def train(run: RunConfig, *, resume: bool, console: Console) -> int:
     return code
 
 
-def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
+def _goodbye(prepared: Prepared, batches: StepBatches, console: Console) -> None:
     """A sample of what the model has learned, where everything is, and what to do next."""
     run = prepared.run
     folder = run.output.dir
     prompt = _prompt(run, batches)
-    weights, hardware = sum(unit.nbytes for unit in prepared.units), prepared.hardware
+    weights, hardware = sum(unit.nbytes for unit in prepared.units.stored), prepared.hardware
     # Each token reads every weight and computes with it for all tokens before (2 flops a weight of 4 bytes).
     token_s = weights / hardware.read.per_s + weights / 2 * (PROMPT_LENGTH + SAMPLE_TOKENS / 2) / hardware.compute.per_s
     if SAMPLE_TOKENS * token_s < SAMPLE_MOST_S:
@@ -86,7 +104,7 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
         console.print("A sample (the prompt is from the data):", style="bold")
         console.print(text, markup=False, highlight=False)
     console.print(
-        f"Run folder: {folder} (log, plan, run file); state: {run.tiers.nvme[0]} (a Zarr v3 hierarchy)\n"
+        f"Run folder: {folder} (log, plan, run file); state: {root_first(run.tiers.nvme)[0]} (a Zarr v3 hierarchy)\n"
         f"Next: {_command()} train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n"
         f"      {_command()} generate {folder} --prompt {shlex.quote(prompt)}\n"
         f"      {_command()} verify {folder / RUN_FILE} --steps 2",
@@ -95,9 +113,9 @@ def _goodbye(prepared: Prepared, batches: Batches, console: Console) -> None:
     )
 
 
-def _prompt(run: RunConfig, batches: Batches) -> str:
+def _prompt(run: RunConfig, batches: StepBatches) -> str:
     """The start of a line of the data. A window may begin anywhere: its first line is cut, unless there is no other."""
-    texts = [decode(run, row.tolist()) for row in batches.batch_at(0)]
+    texts = [decode(run, row.tolist()) for row in batches.batch_at(0).input_ids]
     whole = (line for text in texts for line in text.splitlines()[1:] if len(line.split()) > 1)
     return next(whole, texts[0])[:PROMPT_LENGTH]
 
@@ -117,13 +135,23 @@ def _device_line(run: RunConfig) -> str:
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:
-    root = run.tiers.nvme[0]
+    root, *others = root_first(run.tiers.nvme)
     if has_state(root) and not resume:
         raise UserError(f"tiers.nvme: {root} holds the state of a run already. Fix: --resume to go on with it, another "
                         "folder, or remove that one")  # fmt: skip
     if resume and not has_state(root):
-        raise UserError(f"tiers.nvme: {root} holds no state to resume. Fix: run without --resume, or give the folder "
-                        "that the run used")  # fmt: skip
+        raise UserError(f"tiers.nvme: {', '.join(map(str, run.tiers.nvme))} holds no state to resume. Fix: run without "
+                        "--resume, or give the folder that the run used")  # fmt: skip
+    if resume:
+        find_drives(root, read_manifest(root), others)
+
+
+def _room(prepared: Prepared) -> dict[Path, int]:
+    """Bytes that the state takes in each folder, with what this plan spills."""
+    folders, rates = prepared.run.tiers.nvme, [rate_of(drive) for drive in prepared.drives]
+    durable = BlockStore.room(folders, rates, stored_blocks(prepared.plan, {}))
+    spilled = BlockStore.room(folders, rates, scratch_blocks(prepared.plan))
+    return {folder: durable[folder] + spilled[folder] for folder in folders}
 
 
 def _number(run: Mapping[str, JSON], key: str) -> float:
@@ -132,27 +160,34 @@ def _number(run: Mapping[str, JSON], key: str) -> float:
     return value
 
 
-def open_run_batches(prepared: Prepared, folder: Path, console: Console) -> Batches:
+def open_run_batches(prepared: Prepared, folder: Path, console: Console) -> StepBatches:
     """The run's batches; tokens are cached in `folder`."""
+    train = prepared.run.train
+    return open_run_data(prepared, folder, console).batches(train.batch, train.seed)
+
+
+def open_run_data(prepared: Prepared, folder: Path, console: Console) -> RunData:
+    """What the run trains and validates on; tokens are cached in `folder`."""
     run = prepared.run
     vocabulary = prepared.units.model.config.get_text_config().vocab_size
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("tokens", total=None)
-        tokens = prepare_tokens(
+        data = open_data(
             run.data,
             vocabulary,
             folder / "tokens",
+            run.train.seed,
             lambda done, total: progress.update(task, completed=done, total=total),
         )
-    for notice in tokens.notices:
+    for notice in data.notices:
         console.print(notice, highlight=False)
-    console.print(f"Data: {tokens.count:,} tokens in windows of {run.data.seq_len}")
-    return Batches(tokens, run.data.seq_len, run.train.batch, run.train.seed)
+    console.print(data.summary, highlight=False)
+    return data
 
 
-def identity(prepared: Prepared, batches: Batches) -> dict[str, JSON]:
+def identity(prepared: Prepared, batches: StepBatches) -> dict[str, JSON]:
     """What has to be equal for a run to go on with a state: all that decides its numbers."""
-    layout = [[u.name, s.name, list(s.shape), s.offset] for u in prepared.units for s in u.slices]
+    layout = [[u.name, s.name, list(s.shape), s.offset] for u in prepared.units.stored for s in u.slices]
     return {
         "numerics": prepared.run.numerics(),
         "tokens": batches.fingerprint(),
@@ -162,35 +197,46 @@ def identity(prepared: Prepared, batches: Batches) -> dict[str, JSON]:
 
 def tensor_specs(units: Units) -> dict[str, tuple[TensorSpec, ...]]:
     """The attributes of every durable block: which parameters lie where in it."""
-    return {block_name(unit.name, kind): unit.slices for unit in units for kind in KINDS}
+    return {block_name(unit.name, kind): unit.slices for unit in units.stored for kind in unit.kinds}
 
 
 @contextmanager
 def open_state(
-    prepared: Prepared, batches: Batches, root: Path, *, resume: bool, console: Console
+    prepared: Prepared,
+    batches: StepBatches,
+    root: Path,
+    *,
+    others: Sequence[Path] = (),
+    resume: bool,
+    console: Console,
 ) -> Iterator[Manager]:
-    """The tiers of a run, loaded and ready for the next step; a new state is filled and committed as step 0."""
+    """The tiers of a run, loaded and ready for the next step; a new state is filled and committed as step 0.
+
+    others: a folder on each further drive; for a new state in the order of `tiers.nvme`.
+    """
     run, units = prepared.run, prepared.units
     update = TiledAdamW(units, run.optimizer)
-    options: dict[str, Any] = {"engine": run.tiers.engine, "serial": run.tiers.serial}
+    options: dict[str, Any] = {"engine": run.tiers.engine, "serial": run.tiers.serial, "others": others}
     named = identity(prepared, batches)
     if resume:
         manager = Manager.resume(prepared.plan, root, named, update, **options)
     else:
-        manager = Manager.create(prepared.plan, root, tensor_specs(units), named, update, **options)
+        rates = [rate_of(drive) for drive in prepared.drives] if others else []
+        manager = Manager.create(prepared.plan, root, tensor_specs(units), named, update, rates=rates, **options)
     with manager:
         if manager.store.step is None:
             _fill(manager, prepared, console)
             manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, "rng": _rng_state(run.train.seed)})
         _set_rng(manager.store.run)
-        manager.load()
+        with failures_named(manager.store, f"loading step {manager.store.step}"):
+            manager.load()
         yield manager
 
 
 def _fill(manager: Manager, prepared: Prepared, console: Console) -> None:
     """First weights, unit by unit; moments start as the zeros that the store is made of."""
     run, units, checkpoint = prepared.run, prepared.units, prepared.checkpoint
-    owners = [unit for unit in units if unit.nbytes]
+    owners = [unit for unit in units.stored if unit.nbytes]
     with Progress(console=console, transient=True) as progress:
         for unit in progress.track(owners, description="first weights"):
 
@@ -201,7 +247,7 @@ def _fill(manager: Manager, prepared: Prepared, console: Console) -> None:
                     first_weights(units, unit, run.train.seed, block)
 
             manager.put(block_name(unit.name, "weight"), fill)
-            for kind in KINDS[1:]:
+            for kind in unit.kinds[1:]:
                 manager.put(block_name(unit.name, kind), torch.Tensor.zero_)
 
 
@@ -217,38 +263,39 @@ def _set_rng(run: Mapping[str, JSON]) -> None:
     torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying; a second SIGINT is the usual KeyboardInterrupt."""
-    seen: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if number in seen and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    kept = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
 class _Loop:
     """Steps until the end or an interrupt."""
 
     def __init__(
-        self, prepared: Prepared, batches: Batches, manager: Manager, engine: StepEngine, console: Console
+        self,
+        prepared: Prepared,
+        batches: StepBatches,
+        validation: Validation,
+        manager: Manager,
+        engine: StepEngine,
+        console: Console,
+        trace: TraceRequest | None = None,
     ) -> None:
         self.prepared = prepared
         self.run_config = prepared.run
         self.batches = batches
+        self.validation = validation
         self.manager = manager
         self.engine = engine
         self.console = console
         self.skipped = int(_number(manager.store.run, "skipped"))
         self.losses: list[float] = []
+        self.reported = 0
+        self.trace = trace
+        self.recording: Recording | None = None
+        plan = prepared.plan
+        self.timetable = timetable(plan.schedules["step"], plan.workload, prepared.hardware)
+        self.pace = CommitPace(
+            prepared.run.train.commit_every,
+            done=int(_number(manager.store.run, "step")),
+            step_s=plan.timeline.pass_s,
+            commit_s=predicted_commit_s(plan, prepared.hardware),
+        )
 
     def run(self, done: int) -> int:
         steps = self.run_config.train.steps
@@ -257,19 +304,39 @@ class _Loop:
             return 0
         if done:
             self.console.print(f"Going on from step {done} of {steps}.")
-        with _interrupts() as interrupts, (self.run_config.output.dir / LOG_FILE).open("a") as log:
-            self.manager.trace.take()
+        self.console.print(self.pace.plan_line(steps - done), highlight=False, soft_wrap=True)
+        self._start_trace(done)
+        take = self.manager.trace.take
+        with (
+            collected_interrupts() as interrupts,
+            (self.run_config.output.dir / LOG_FILE).open("ab", buffering=0) as log,
+            recording(self.recording, take, lambda: self.reported),
+        ):
+            take()
+            if not done and self.validation.due(0):
+                append_row(log, first_row(self.validation.measure(self.engine, 0, self.console)))
             for number in range(done + 1, steps + 1):
                 ends = number == steps
-                commits = ends or number % self.run_config.train.commit_every == 0
-                ids = torch.from_numpy(self.batches.batch_at(number - 1))
-                result = self.engine.step(ids, last=ends or (commits and self.engine.deferred))
+                validates = self.validation.due(number)
+                commits = ends or self.pace.due(number)
+                inputs = tensors(self.batches.batch_at(number - 1))
+                begin_s = time.perf_counter()
+                with failures_named(self.manager.store, f"step {number}"):
+                    alone = ends or validates or (commits and self.engine.leaves_updates)
+                    result = self.engine.step(inputs, last=alone)
+                self.pace.stepped(time.perf_counter() - begin_s)
                 self.losses.append(result.loss)
                 self.skipped += result.skipped is not None
                 stop = bool(interrupts)
-                self._report(number, result, log)
-                if commits or stop:
-                    self._commit(number)
+                row = self._report(number, result)
+                try:
+                    if commits or stop:
+                        row["commit_s"] = self._commit(number)
+                    if validates and not stop:
+                        row["validation_loss"] = self.validation.measure(self.engine, number, self.console)
+                finally:
+                    with failures_named(self.manager.store, f"step {number}"):
+                        append_row(log, row)
                 if stop:
                     self.console.print(
                         f"Interrupted: step {number} of {steps} is committed. "
@@ -280,31 +347,49 @@ class _Loop:
         self.console.print(
             f"[bold]Done[/bold]: loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} over {len(self.losses)} steps"
             + (f", {self.skipped} skipped" if self.skipped else "")
+            + f"; {self.pace.summary()}"
         )
         return 0
 
-    def _commit(self, number: int) -> None:
-        self.engine.settle()
-        run: dict[str, JSON] = {"step": number, "updates": self.engine.updates, "skipped": self.skipped}
-        self.manager.commit(number, {**run, "rng": _rng_state()})
+    def _commit(self, number: int) -> float:
+        """Makes step `number` durable; returns the seconds that took."""
+        begin_s = time.perf_counter()
+        with failures_named(self.manager.store, f"commit of step {number}"):
+            self.engine.settle()
+            run: dict[str, JSON] = {"step": number, "updates": self.engine.updates, "skipped": self.skipped}
+            self.manager.commit(number, {**run, "rng": _rng_state()})
+        took_s = time.perf_counter() - begin_s
+        self.pace.committed(number, took_s)
+        return took_s
 
-    def _report(self, number: int, result: StepResult, log: Any) -> None:
-        _, figures = self.manager.trace.take()
+    def _start_trace(self, done: int) -> None:
+        self.reported = done
+        if self.trace is not None:
+            steps = self.trace.within(done, self.run_config.train.steps)
+            prepared = self.prepared
+            self.recording = Recording(self.trace, steps, prepared.plan, prepared.hardware, self.console)
+
+    def _report(self, number: int, result: StepResult) -> dict[str, Any]:
+        """Tells of a step; returns its row for the log, to which its commit is still to be added."""
+        spans, figures = self.manager.trace.take()
+        if self.recording is not None:
+            self.recording.add(number, spans, figures)
+        self.reported = number
         tokens = self.run_config.train.batch * self.run_config.data.seq_len
-        row = {"step": number, **asdict(result), "tokens_per_s": tokens / figures.wall_s, **asdict(figures)}
-        row["predicted_s"] = self.prepared.plan.timeline.pass_s
-        log.write(json.dumps(row) + "\n")
-        log.flush()
+        row = step_row(number, asdict(result), figures, tokens, self.prepared.plan.timeline.pass_s, self.timetable)
         self.console.print(self._line(number, result, figures, tokens), highlight=False, soft_wrap=True)
+        return row
 
     def _line(self, number: int, result: StepResult, figures: Figures, tokens: int) -> str:
         wall_s = figures.wall_s
         plan = self.prepared.plan
         note = f"  [yellow]skipped: {result.skipped} is not finite[/yellow]" if result.skipped else ""
+        stall = largest_stall(figures)
         return (
             f"step {number}/{self.run_config.train.steps}  loss {result.loss:.4f}  {tokens / wall_s:,.0f} tok/s  "
             f"{format_seconds(wall_s)} (plan {format_seconds(plan.timeline.pass_s)})  "
             f"NVMe r {figures.read_bytes / wall_s / 1e9:.2f} w {figures.written_bytes / wall_s / 1e9:.2f} GB/s  "
             f"host {format_size(plan.host_bytes)} of {format_size(self.prepared.host_budget)}  "
             f"grad norm {result.grad_norm:.2f}{' before clipping' if result.clipped else ''}{note}"
+            + (f"  {stall}" if stall else "")
         )

@@ -86,14 +86,14 @@ def test_train_passes_run_resume_and_exit_code(invoke: Invoke, part: Any, run_fi
     """The trainer's exit code is the command's."""
     seen: list[Any] = []
 
-    def train(run: Any, *, resume: bool, console: Console) -> int:
-        seen.append((run.train.steps, run.optimizer.lr, resume, console.stderr))
+    def train(run: Any, *, resume: bool, console: Console, trace: Any) -> int:
+        seen.append((run.train.steps, run.optimizer.lr, resume, console.stderr, trace))
         return len(seen) - 1
 
     part("trainer", train)
     assert invoke("train", run_file())[0] == 0
     assert invoke("train", run_file(), "--set", "train.steps=9", "--set", "optimizer.lr=1e-2", "--resume")[0] == 1
-    assert seen == [(4, 3e-4, False, False), (9, 1e-2, True, False)]
+    assert seen == [(4, 3e-4, False, False, None), (9, 1e-2, True, False, None)]
 
 
 def test_plan_prints_one_json_object_and_nothing_else_to_stdout(invoke: Invoke, part: Any, run_file: Any) -> None:

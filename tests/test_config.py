@@ -44,7 +44,23 @@ def test_defaults_are_the_documented_ones(run_file: Any) -> None:
         run.tiers.serial,
         run.data.kind,
     )
-    assert found == (6, None, 0, 50, 3e-4, (0.9, 0.999), 1e-8, 0.01, "auto", None, None, "auto", "auto", False, "text")
+    assert found == (
+        6,
+        None,
+        0,
+        None,
+        3e-4,
+        (0.9, 0.999),
+        1e-8,
+        0.01,
+        "auto",
+        None,
+        None,
+        "auto",
+        "auto",
+        False,
+        "text",
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +121,7 @@ def test_section_in_the_wrong_place_is_one_fault(run_file: Any) -> None:
         ("train.seed", -1, "must be >= 0"),
         ("train.commit_every", 0, "must be >= 1"),
         ("data.seq_len", 1, "must be >= 2"),
-        ("data.kind", "chat", "only kind of data is `text`"),
+        ("data.kind", "images", "'text', 'chat' or 'tokens'"),
         ("data.paths", [], "must not be empty"),
         ("optimizer.lr", -1e-3, "must be >= 0"),
         ("optimizer.lr", float("nan"), "must be a finite number"),
@@ -167,6 +183,8 @@ def test_every_fault_is_listed_at_once(run_file: Any) -> None:
         ({"model": {}}, "neither is set"),
         ({"model.config": {"vocab_size": 3}}, "has no `model_type`"),
         ({"tiers.nvme": ["/mnt/a", "/mnt/a/"]}, "listed twice"),
+        ({"tiers.nvme": ["/mnt/a", "/mnt/b", "/mnt/a/b"]}, "/mnt/a/b lies in /mnt/a"),
+        ({"tiers.nvme": [f"/mnt/{n}" for n in range(37)]}, "37 folders; at most 36"),
         ({"tiers.nvme": "/mnt/a", "output.dir": "/mnt/a/out"}, "lies in the NVMe tier"),
         ({"data.paths": "$NO_SUCH_VARIABLE/x"}, "environment variable NO_SUCH_VARIABLE is not set"),
         ({"data.paths": "~nobody-of-that-name/x"}, "no home folder"),
@@ -395,12 +413,13 @@ def test_demo_run_file_is_valid() -> None:
 def test_known_keys_are_the_documented_ones() -> None:
     """The names of the run file are a promise to everyone who has written one."""
     sections = {
-        "model": "config path",
-        "data": "kind paths tokenizer seq_len",
-        "train": "steps batch micro_batch max_grad_norm seed commit_every",
-        "optimizer": "lr betas eps weight_decay",
+        "model": "config path freeze",
+        "data": "kind paths datasets split dtype tokenizer chat_template train_on seq_len packing validation "
+        "validation_max",
+        "train": "steps batch micro_batch loss_chunk max_grad_norm seed commit_every eval_every",
+        "optimizer": "lr betas eps weight_decay no_decay",
         "device": "",
-        "tiers": "host_memory device_memory nvme engine resident serial hardware",
+        "tiers": "host_memory device_memory nvme engine resident late_updates serial hardware",
         "output": "dir",
     }
     wanted = [key for name, keys in sections.items() for key in (name, *(f"{name}.{k}" for k in keys.split()))]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import pytest
@@ -86,3 +87,31 @@ def test_150_million_parameters_train_in_256_mib_and_what_computing_takes(
     log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log] == [1, 2, 3]
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+FIVE_MILLION = {**BIG, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 7, "vocab_size": 512}
+
+
+@pytest.mark.slow
+def test_resident_memory_is_flat_over_two_hundred_steps(run_file: RunFile, tmp_path: Path) -> None:
+    """P2, I5, IO-27: less than 0.1 MiB a step after step 20, with everything on NVMe and commits in between."""
+    path = run_file(
+        {
+            "model.config": FIVE_MILLION,
+            "tiers.host_memory": "24MiB",
+            "tiers.resident": 0,
+            "train.batch": 1,
+            "train.micro_batch": 1,
+            "train.steps": 200,
+            "train.commit_every": 50,
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "megatrain", "train", str(path), "--debug"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    resident = [row["rss_bytes"] for row in rows][20:]
+    assert len(resident) == 180, len(rows)
+    slope = linear_regression(range(len(resident)), resident).slope
+    assert slope < 0.1 * MiB, f"{slope / MiB:.3f} MiB a step: {[nbytes // MiB for nbytes in resident[::20]]}"

@@ -21,12 +21,11 @@ from models import MODELS
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-import megatrain.prepare
 import megatrain.trainer
 from megatrain.config import load_run
 from megatrain.errors import UserError
 from megatrain.generate import generate
-from megatrain.model import first_weights, model_config
+from megatrain.model import build, find_units, first_weights, model_config
 from megatrain.optim import NonFiniteError
 from megatrain.trainer import train
 from tiering.errors import BudgetError, DiskFullError, TieringError, WrongStateError
@@ -299,7 +298,7 @@ def test_first_weights_are_committed_as_step_zero(run_file: RunFile, tmp_path: P
         patch.setattr(megatrain.trainer.StepEngine, "step", dies)
         with pytest.raises(TieringError, match="the power goes"):
             run(run_file, {"train.seed": 11})
-    units = megatrain.prepare.find_units(megatrain.prepare.build(model_config(MODELS["llama"])))
+    units = find_units(build(model_config(MODELS["llama"])))
     found = state(tmp_path / "run/nvme")
     for unit in units:
         block = torch.empty(unit.nbytes, dtype=torch.uint8)
