@@ -15,6 +15,7 @@ from benchmarks import checksum
 from tiering.store import BlockStore
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_steps_with_and_without_checksums(
     tmp_path: Path, known_machine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

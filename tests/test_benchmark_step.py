@@ -78,8 +78,8 @@ def check_step(found: dict[str, Any], rounds: int) -> None:
     assert found["io_bytes"] == moved, "the I/O alone is of exactly the step's bytes"
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("clips", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_a_step_is_measured_beside_its_computing_and_its_io(
     tmp_path: Path, run_file: RunFile, invoke: Invoke, clips: bool, share: float
 ) -> None:
@@ -167,6 +167,7 @@ def test_parameters_are_counted_as_the_model_has_them(model: dict[str, Any]) -> 
     assert found == parameters(model), f"{found}, by the formula {parameters(model)}"
 
 
+@pytest.mark.slow
 def test_growth_is_shown_on_one_page(tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured beside predicted, in JSON, as a table and as a plot; each run in a folder of its own, gone after it."""
     monkeypatch.setattr(benchmarks.scaling, "SIZES", {"1M": TINY, "2M": TINY | {"num_hidden_layers": 6}})
@@ -209,6 +210,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return rivals.compare(ROW, tmp_path_factory.mktemp("rivals"), ways, 4, arena=32 * MiB, timeout_s=200)
 
 
+@pytest.mark.slow
 def test_every_way_has_the_losses_of_the_plain_loop_to_the_last_bit(compared: list[dict[str, Any]]) -> None:
     """P1, and the memory-mapped rival is a fair one: same weights, tokens and numbers."""
     for row in compared:
@@ -219,6 +221,7 @@ def test_every_way_has_the_losses_of_the_plain_loop_to_the_last_bit(compared: li
     assert [row["way"] for row in compared] == [way for way in rivals.WAYS if way != rivals.ZERO3]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_written_with_the_machine_and_the_command(
     compared: list[dict[str, Any]], tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ from tiering.hardware import assumed_hardware
 from tiering.hardware_file import load as load_hardware
 from tiering.store import BlockStore
 
-MANY, FEW = 10_400, 20
+MANY, FEW = 10_400, 10
 MOST_S = 20.0
 """Of one input, on a machine with other work. All of them together take less than a millisecond each, mostly."""
 MOST_BYTES = 2 << 30

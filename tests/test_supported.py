@@ -19,14 +19,19 @@ from megatrain.verify import verify
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 
-ROWS = [
-    pytest.param(row, id=f"{row.family}-{row.parts}".replace(" ", "-"), marks=() if row.often else pytest.mark.slow)
+RUNS = [
+    pytest.param(
+        row,
+        clip,
+        id=f"{row.family}-{row.parts}-{'clipped' if clip else 'fused'}".replace(" ", "-"),
+        marks=() if row.often and not clip else pytest.mark.slow,
+    )
     for row in TESTED
+    for clip in (None, 0.5)
 ]
 
 
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(("row", "clip"), RUNS)
 def test_a_listed_architecture_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, row: Family, clip: float | None
 ) -> None:

@@ -15,7 +15,9 @@ import pytest
 HARNESS = Path(__file__).parent / "torture.py"
 
 
-@pytest.mark.parametrize("clip", [[], ["--clip", "0.5"]], ids=["fused", "clipped"])
+@pytest.mark.parametrize(
+    "clip", [pytest.param([], marks=pytest.mark.slow), ["--clip", "0.5"]], ids=["fused", "clipped"]
+)
 def test_a_run_killed_again_and_again_has_the_bits_of_one_that_never_stopped(tmp_path: Path, clip: list[str]) -> None:
     """P3, IO-14, IO-23: every commit holds, every resume goes on from it, and no file is left over."""
     command = [sys.executable, str(HARNESS), "--kills", "5", "--folder", str(tmp_path), *clip]
