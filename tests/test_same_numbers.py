@@ -36,7 +36,9 @@ def setting(resident: float, clip: float | None, micro_batch: int, serial: bool)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize("resident", [0, 0.5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "resident", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_tiered_run_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, model: str, resident: float, clip: float | None
