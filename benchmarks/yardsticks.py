@@ -11,19 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from megatrain.engine import StepEngine
 from megatrain.inputs import Inputs
-from megatrain.model import Slice, Units, build, find_units, first_weights, model_config
+from megatrain.model import Slice, build, find_units, model_config
 from megatrain.optim import GradientNorm, TiledAdamW, Update
 from megatrain.prepare import Prepared
 from megatrain.programs import KINDS, block_name
 from megatrain.reference import train_plain
 from megatrain.stream import StreamedModel
+from megatrain.verify import plain_model
 from tiering.arena import Arena
 from tiering.engine import Extent
 from tiering.manager import Manager
@@ -157,7 +156,7 @@ class PlainSteps:
 
     def __init__(self, prepared: Prepared) -> None:
         self._run = prepared.run
-        self._model = plain_model(prepared.run.model.json_config(), prepared.units, prepared.run.train.seed)
+        self._model = plain_model(prepared.units, prepared.run)
 
     def step_s(self, batches: Sequence[Inputs]) -> float:
         """Seconds of a step, the mean over all batches but the first, which allocates."""
@@ -178,19 +177,6 @@ class PlainSteps:
             progress=lambda number: ends.append(time.perf_counter()),
         )
         return (ends[-1] - ends[0]) / (len(ends) - 1)
-
-
-def plain_model(config: dict[str, Any], units: Units, seed: int) -> Any:
-    """The whole model in RAM, with the first weights that a tiered run from scratch draws."""
-    model = AutoModelForCausalLM.from_config(model_config(config), dtype=torch.float32)
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for unit in units:
-            block = torch.empty(unit.nbytes, dtype=torch.uint8)
-            first_weights(units, unit, seed, block)
-            for place in unit.slices:
-                named[place.name].copy_(place.of(block))
-    return model
 
 
 class RawIO:

@@ -8,6 +8,7 @@ Not here: what is made of the tensors (`export.py`, `snapshot.py`, `evaluate.py`
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,13 +18,16 @@ import torch
 from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
+from megatrain.prepare import forward_plan
 from megatrain.programs import block_name
 from tiering.arena import Arena
 from tiering.checksums import GRAIN_BYTES
 from tiering.choose import choose_engine
 from tiering.drives import has_state, root_first
-from tiering.errors import WrongStateError
+from tiering.errors import TieringError, WrongStateError
+from tiering.manager import Manager
 from tiering.pipeline import REQUEST_BYTES
+from tiering.schedule import Action
 from tiering.store import BlockStore
 from tiering.workload import PAGE, pages
 
@@ -46,6 +50,10 @@ def open_store(run: RunConfig) -> BlockStore:
     """The run's store, for reading only: training may go on elsewhere."""
     root, *others = root_first(run.tiers.nvme)
     return BlockStore.open(root, others=others, read_only=True)
+
+
+LOOK_S = 5.0
+"""Seconds between two looks for a newer commit: a read that was overtaken ends soon after, not after hours."""
 
 
 class CommitWatch:
@@ -76,6 +84,25 @@ class CommitWatch:
         with open_store(self._run) as store:
             slots = [store.read_extents(name, 0, block.nbytes) for name, block in store.blocks.items()]
             return (dict(store.run), slots), store.step
+
+
+@contextmanager
+def forward_tiers(run: RunConfig, units: Units, watch: CommitWatch) -> Iterator[Manager]:
+    """The tiers for forwards alone, over the commit that `watch` saw; training may go on elsewhere.
+
+    Raises UserError at the end if there was a commit meanwhile: what was read may be of two then.
+    """
+    store = open_store(run)
+    engine, _ = choose_engine(run.tiers.engine, store.root)
+    with Manager(forward_plan(run, units), store, engine, _no_update, serial=run.tiers.serial) as manager:
+        manager.load()
+        yield manager
+        manager.pipeline.drain()
+        watch.check()
+
+
+def _no_update(action: Action, views: object, context: object) -> None:
+    raise TieringError(f"{action.name}: a forward updates nothing")
 
 
 class Committed:

@@ -22,28 +22,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatrain.checkpoint import Checkpoint
-from megatrain.committed import CommitWatch, open_store, run_of
+from megatrain.committed import LOOK_S, CommitWatch, forward_tiers, run_of
 from megatrain.config import BYTES, RUN_FILE, TOKENIZER_FILE, DataConfig, ModelConfig, RunConfig, expand_path
 from megatrain.data import batches_in_order, open_data
 from megatrain.data.batch import Rows
 from megatrain.errors import UserError
 from megatrain.model import Units
-from megatrain.prepare import forward_plan
 from megatrain.programs import FORWARD, HEAD, block_name
 from megatrain.run_model import build_units, run_units
 from megatrain.sizes import format_seconds, format_size
 from megatrain.stream import Lend, StreamedModel
 from megatrain.validation import mean_loss
 from tiering.arena import Arena
-from tiering.choose import choose_engine
-from tiering.errors import TieringError
-from tiering.manager import Manager
-from tiering.schedule import Action
 
 SEQ_LEN = 512
 BATCH = 8
 """What a model folder is evaluated with unless a person says otherwise: it has no settings of its own."""
-LOOK_S = 5.0
 Kind = Literal["text", "chat", "tokens"]
 _KEPT = ("chat_template", "train_on", "packing", "dtype")
 """What of a run's own settings holds for other data of the same kind."""
@@ -251,21 +245,12 @@ def _run_subject(run_dir: Path) -> Subject:
 
 @contextmanager
 def _through_tiers(run: RunConfig, units: Units, watch: CommitWatch) -> Iterator[Passes]:
-    store = open_store(run)
-    engine, _ = choose_engine(run.tiers.engine, store.root)
-    with Manager(forward_plan(run, units), store, engine, _no_update, serial=run.tiers.serial) as manager:
-        manager.load()
+    with forward_tiers(run, units, watch) as manager:
         yield Passes(
             lend=manager.op,
             begin=lambda: manager.begin(FORWARD),
             check=lambda: watch.check(every_s=LOOK_S),
         )
-        manager.pipeline.drain()
-        watch.check()
-
-
-def _no_update(action: Action, views: object, context: object) -> None:
-    raise TieringError(f"{action.name}: a forward updates nothing")
 
 
 def _folder_subject(folder: Path) -> Subject:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.checkpoint import persistent_buffers
-from megatrain.committed import Committed, run_of
+from megatrain.committed import LOOK_S, Committed, run_of
 from megatrain.companions import write_companions
 from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
@@ -30,8 +30,6 @@ from megatrain.sizes import format_size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPANION_BYTES = 64 << 20
 """Room for the files beside the weights; tokenizers take some MiB."""
-LOOK_S = 5.0
-"""An export that a training has overtaken ends within seconds of it, not after hours."""
 
 
 def export(run_dir: Path, out: Path, *, dtype: str, max_shard_bytes: int, force: bool, console: Console) -> list[Path]:

@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from rich.console import Console
 
 from megatrain import __version__
-from megatrain.committed import PIECE_BYTES, Committed, run_of
+from megatrain.committed import LOOK_S, PIECE_BYTES, Committed, run_of
 from megatrain.config import RUN_FILE, RunConfig, dump_run
 from megatrain.errors import UserError
-from megatrain.export import LOOK_S, progress_bar
+from megatrain.export import progress_bar
 from megatrain.model import Slice, Unit, Units
 from megatrain.new_folder import appearing, folders_of, refuse_place
 from megatrain.optim import TiledAdamW

@@ -51,7 +51,7 @@ def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
 
 def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Console) -> Reference:
     run = prepared.run
-    model = _plain_model(prepared.units, run)
+    model = plain_model(prepared.units, run)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatchcase(name, pattern) for pattern in run.model.freeze):
             parameter.requires_grad_(False)
@@ -74,7 +74,7 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
     )
 
 
-def _plain_model(units: Units, run: RunConfig) -> Any:
+def plain_model(units: Units, run: RunConfig) -> Any:
     """The whole model in RAM: from its folder, or with the first weights that the tiered run draws."""
     if run.model.path is not None:
         return AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32)
