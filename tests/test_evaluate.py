@@ -24,6 +24,7 @@ from megatrain.engine import StepEngine
 from megatrain.errors import UserError
 from megatrain.evaluate import FolderWeights, evaluate
 from megatrain.export import export
+from megatrain.generate import generate
 from megatrain.inputs import tensors
 from megatrain.model import build, find_units, model_config
 from megatrain.prepare import prepare
@@ -153,6 +154,22 @@ def test_a_training_that_commits_meanwhile_is_noticed(
     monkeypatch.setattr(StreamedModel, "losses", overtaken)
     with pytest.raises(UserError, match="committed step 2 while step 1"):
         evaluate(run_dir, [held_out], console=QUIET)
+
+
+def test_text_of_a_run_that_commits_meanwhile_is_not_given(run_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: weights are read anew for every token; the bytes of two commits never make one text."""
+    changes = {"train.steps": 1}
+    run_dir = trained(run_file, changes)
+    logits, seen = StreamedModel.logits, []
+
+    def overtaken(self: Any, *args: Any) -> torch.Tensor:
+        if not seen:
+            seen.append(trained(run_file, {**changes, "train.steps": 2}, resume=True))
+        return logits(self, *args)
+
+    monkeypatch.setattr(StreamedModel, "logits", overtaken)
+    with pytest.raises(UserError, match="committed step 2 while step 1"):
+        generate(run_dir, "line", max_new_tokens=3, temperature=0, seed=0, console=QUIET)
 
 
 def test_what_cannot_be_evaluated_is_refused_in_the_words_of_the_options(
