@@ -367,7 +367,7 @@ def test_a_run_makes_checksums_on_the_threads_that_do_io(
     monkeypatch.setattr(megatrain.engine.StepEngine, "step", step)
     run = run_in(run_dir)
     assert train(run, resume=True, console=QUIET) == 0
-    assert threads == {"io"}, f"checksums were made on {threads}"
+    assert threads and threads <= {"io", "io-late"}, f"checksums were made on {threads}"
     root = run.tiers.nvme[0]
     wanted = {
         str(path.parent.parent.relative_to(root)): path.read_bytes() for path in root.glob("*/*/c/0") if path.is_file()
