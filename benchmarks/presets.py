@@ -21,7 +21,7 @@ UPDATED_BYTES = 16
 """AdamW goes over these bytes a parameter: weight, gradient, both moments."""
 STEP_FLOPS = 8
 """A parameter and token: 2 forward, 2 for its recompute, 4 backward."""
-IO_TOKENS, SEQ_LEN, ABOVE_BALANCE = 64, 512, 1.5
+IO_TOKENS, SEQ_LEN, ABOVE_BALANCE = 16, 512, 3
 
 
 def llama(
@@ -67,11 +67,12 @@ def case_tokens(case: Case, hardware: Hardware, resident: float) -> int:
     """Tokens of a step that make it bound by I/O, by both alike, or by computing, on a machine of these rates.
 
     Both alike: 8 T/F + 16/U = 28 (1 - resident)/B, with F flops, U bytes of updates and B moved bytes a second. Where
-    updates cost nothing that is T = 3.5 F/B; `compute` is half as much again.
+    updates cost nothing that is T = 3.5 F/B; `compute` is three times that, `io` so few that updates are most of the
+    computing.
 
     >>> from tiering.hardware import assumed_hardware
     >>> [case_tokens(case, assumed_hardware(), 0.0) for case in ("io", "balanced", "compute")]
-    [64, 288, 448]
+    [16, 288, 1024]
     """
     if case == "io":
         return IO_TOKENS

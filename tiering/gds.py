@@ -20,7 +20,7 @@ import numpy as np
 from tiering.engine import Extent, Verb, deleted_file, failed_sync, failed_transfer
 from tiering.errors import IOFailedError
 from tiering.place import folder_beside
-from tiering.pooled import PooledEngine
+from tiering.pooled import MOST_THREADS, PooledEngine
 from tiering.watchdog import Watchdog
 
 PROBE_NBYTES = 4096
@@ -33,7 +33,7 @@ class KvikioEngine(PooledEngine):
 
     name = "kvikio"
 
-    def __init__(self, threads: int = 8, *, watchdog: Watchdog | None = None) -> None:
+    def __init__(self, threads: int = MOST_THREADS, *, watchdog: Watchdog | None = None) -> None:
         import kvikio
 
         super().__init__(threads, watchdog)

@@ -99,13 +99,14 @@ class Pipeline:
         self._numbers = 0
         self._io: list[tuple[int, int]] = []
         self._requests: deque[tuple[_Pass, int, Extent, int, memoryview]] = deque()
-        self._in_flight = 0
+        self._in_flight = 0  # requests that the engine has
+        self._landing = 0  # those that it has moved, whose bytes are being summed
+        self._issuing = 0  # the thread that submits requests at this moment
         self._queue_depth = queue_depth
         self._updating_s = 0.0  # spent in updates so far
         self._io_left: dict[tuple[int, int], list[float]] = {}
         self._updates: list[tuple[int, int]] = []
         self._closing = False
-        self._computing = threading.get_ident()  # the thread that computes
         self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
 
     def begin(self, schedule: Schedule, *, last: bool = False, context: Any = None) -> None:
@@ -113,7 +114,6 @@ class Pipeline:
 
         A cyclic schedule flows on from its own pass before, unless that was a last one.
         """
-        self._computing = threading.get_ident()
         before = self._current
         flows = before is not None and before.schedule is schedule and schedule.cyclic and not any(before.skipped)
         if not flows:
@@ -204,7 +204,7 @@ class Pipeline:
             self._requests.clear()
             self._io.clear()
             self._updates.clear()
-            self._changed.wait_for(lambda: self._in_flight == 0)  # requests that the engine still owns
+            self._changed.wait_for(lambda: self._in_flight + self._landing == 0)  # requests whose bytes are in use
         self._late.shutdown()
 
     def _expect(self, name: str) -> tuple[_Pass, int]:
@@ -290,10 +290,11 @@ class Pipeline:
 
     def _issue(self) -> None:
         """Submit requests in list order, as many as may be in flight. The lock is held."""
+        self._issuing = threading.get_ident()
         while self._failure is None and not self._closing and self._in_flight < self._queue_depth:
             if not self._requests:
                 if not self._io:
-                    return
+                    break
                 number, index = heappop(self._io)
                 self._split(self._passes[number], index)
                 continue
@@ -302,6 +303,7 @@ class Pipeline:
             self._in_flight += 1
             future = self.engine.submit_read(extent, view) if reads else self.engine.submit_write(extent, view)
             future.add_done_callback(partial(self._landed, pass_, index, begin, view))
+        self._issuing = 0
 
     def _split(self, pass_: _Pass, index: int) -> None:
         """Cut a transfer into requests of at most REQUEST_BYTES."""
@@ -319,16 +321,23 @@ class Pipeline:
     def _landed(self, pass_: _Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
         """A request for the bytes from `begin` on has completed; runs on the engine's thread.
 
-        Checksums are made and compared here: until the action is done nobody changes the bytes in `view`. A request
-        that was over before it could be waited for lands on the thread that submitted it: not there, if that computes.
+        Checksums are made and compared here: until the action is done nobody changes the bytes in `view`. The next
+        request is on its way meanwhile. A request that was over before it could be waited for lands on the thread that
+        submits, which has the lock and may be the one that computes: not there.
         """
-        if threading.get_ident() == self._computing and future.exception() is None:
+        error = future.exception()
+        if error is None and threading.get_ident() == self._issuing:
             self._late.submit(self._landed, pass_, index, begin, view, future)
             return
         action = pass_.schedule.actions[index]
-        error = future.exception() or self._summed(action, begin, view)
         with self._changed:
             self._in_flight -= 1
+            self._landing += 1
+            if error is None:
+                self._issue()
+        error = error or self._summed(action, begin, view)
+        with self._changed:
+            self._landing -= 1
             if error is not None:
                 self._failure = self._failure or error
                 self._changed.notify_all()

@@ -14,6 +14,8 @@ from typing import Self
 from tiering.engine import Extent, Verb, View, closed_engine, failed_sync, flat, short_transfer
 from tiering.watchdog import Watchdog
 
+MOST_THREADS = 64  # several drives at their queue depths, and the threads that sum what has landed
+
 
 class PooledEngine(ABC):
     """An `IOEngine` for whoever can move the bytes of one request, flush one file, and close its files."""
@@ -21,6 +23,7 @@ class PooledEngine(ABC):
     name: str
 
     def __init__(self, threads: int, watchdog: Watchdog | None) -> None:
+        """threads: at most; each starts when a request finds none idle."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="io")
         self._watchdog = watchdog or Watchdog()
         self._closed = False

@@ -18,7 +18,7 @@ from pathlib import Path
 from tiering import bounce
 from tiering.engine import Extent, Verb, deleted_file, failed_sync, failed_transfer
 from tiering.place import filesystem_of
-from tiering.pooled import PooledEngine
+from tiering.pooled import MOST_THREADS, PooledEngine
 from tiering.watchdog import Watchdog
 from tiering.workload import PAGE
 
@@ -51,7 +51,7 @@ class PosixEngine(PooledEngine):
 
     name = "posix"
 
-    def __init__(self, threads: int = 8, *, direct: bool = True, watchdog: Watchdog | None = None) -> None:
+    def __init__(self, threads: int = MOST_THREADS, *, direct: bool = True, watchdog: Watchdog | None = None) -> None:
         super().__init__(threads, watchdog)
         self._direct = direct
         self._files: OrderedDict[Path, _File] = OrderedDict()  # least recently used first
