@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from tiering.homes import Placement
 from tiering.pack import Arc, live_bytes, pack
 from tiering.schedule import Action, Operand, Schedule, Verb, order
-from tiering.workload import Block, Op, Program, Tier, Touch, Workload, spread
+from tiering.workload import Block, Lane, Op, Program, Tier, Touch, Workload, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,10 @@ class _Stay:
     """Bytes lo:hi of a block in its tier from `fill` (before that turn) to `last` (after that turn).
 
     Slots are counted on through the next pass: `last` may lie beyond the end, `fill` before the start.
-    `fill` is None where the first op defines the bytes. `writes`: (turn, lo, hi) after which they go to NVME.
+    `fill` is None where the first op defines the bytes. `writes`: (turn, lo, hi) after which they go to NVME. `uses`:
+    turns that find the bytes here. begins, ends: the lines of the schedule between which they are alive.
     """
 
-    number: int
     block: str
     lo: int
     hi: int
@@ -55,71 +55,123 @@ class _Stay:
     last: int
     fill: int | None = None
     writes: list[tuple[int, int, int]] = field(default_factory=list)
+    uses: tuple[int, ...] = ()
     address: int = -1
+    begins: int = -1
+    ends: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
+    """number: counts all accesses of a program."""
+
+    number: int
     turn: int
     lo: int
     hi: int
-    touch: Touch
+    op: Op
+    defines: bool
+    writes: bool
     order: int
-    tiled: bool
 
 
 @dataclass(slots=True)
-class _Line:
-    """A line of the schedule before addresses are known."""
+class _Step:
+    """An action of which it is not known yet what it waits for."""
 
     verb: Verb
-    stay: _Stay | None
-    turn: int
-    lo: int
-    hi: int
+    name: str
+    lane: Lane
+    operands: tuple[Operand, ...]
     next_pass: bool = False
+
+    def action(self, after: tuple[tuple[int, int], ...]) -> Action:
+        return Action(
+            verb=self.verb,
+            name=self.name,
+            lane=self.lane,
+            operands=self.operands,
+            after=after,
+            next_pass=self.next_pass,
+        )
+
+
+class Cut:
+    """A program, spread and cut into turns: what all homes and all rings have in common.
+
+    `accesses`: per block, in order, those to any of its bytes.
+    """
+
+    def __init__(self, workload: Workload, program: Program, knobs: Knobs) -> None:
+        self.workload = workload
+        self.program = spread(program, knobs.lag, knobs.copies_ahead)
+        self.turns = list(self._turns(knobs.tile_bytes))
+        self.orders = [turn.order for turn in self.turns]
+        self.copies = any(op.lane in ("h2d", "d2h") for op in program.ops)
+        self.computing_ops = sum(op.computes for op in program.ops)
+        self.accesses: dict[str, list[_Access]] = {}
+        number = 0
+        for index, turn in enumerate(self.turns):
+            for touch in turn.op.touches:
+                hi = workload.blocks[touch.block].nbytes if turn.hi is None else turn.hi
+                access = _Access(number, index, turn.lo, hi, turn.op, touch.defines, touch.writes, turn.order)
+                self.accesses.setdefault(touch.block, []).append(access)
+                number += 1
+
+    def _turns(self, tile_bytes: int) -> Iterator[_Turn]:
+        before = 0
+        for op in self.program.ops:
+            if not op.tiled:
+                yield _Turn(op, op.name, 0, None, before)
+                before += op.computes
+                continue
+            nbytes = self.workload.blocks[op.touches[0].block].nbytes
+            for number, lo in enumerate(range(0, nbytes, tile_bytes)):
+                yield _Turn(op, f"{op.name}#{number}", lo, min(lo + tile_bytes, nbytes), before)
 
 
 def lower(workload: Workload, program: Program, placement: Placement, knobs: Knobs) -> Schedule:
     """The schedule of `program`; pure, and the same for the same arguments."""
-    return Draft(workload, spread(program, knobs.lag, knobs.copies_ahead), placement, knobs).schedule()
+    return Draft(Cut(workload, program, knobs), placement, knobs).schedule()
 
 
 class Draft:
     """A schedule whose memory is known and whose actions are not written out yet: enough to see whether it fits.
 
-    program: already spread. read_bytes, written_bytes: what a pass moves. host_bytes, ring_bytes, lost_bytes,
-    device_bytes: as in `Schedule`.
+    cut: by the same knobs. read_bytes, written_bytes: what a pass moves. host_bytes, ring_bytes, device_bytes: as in
+    `Schedule`.
     """
 
-    def __init__(self, workload: Workload, program: Program, placement: Placement, knobs: Knobs) -> None:
-        self.workload = workload
-        self.program = program
+    def __init__(self, cut: Cut, placement: Placement, knobs: Knobs) -> None:
+        self.cut = cut
+        self.workload, self.program, self.turns = cut.workload, cut.program, cut.turns
         self.placement = placement
         self.knobs = knobs
-        self.turns = list(self._cut())
-        self.orders = [turn.order for turn in self.turns]
-        self.copies = any(op.lane in ("h2d", "d2h") for op in self.program.ops)
-        self.computing_ops = sum(op.computes for op in self.program.ops)
         self.stays: list[_Stay] = []
-        self.stay_of: dict[tuple[str, int], _Stay] = {}
         self.ring_tiles: dict[int, list[_Stay]] = {}
-        for name, accesses in self._accesses().items():
-            self._stay(workload.blocks[name], accesses)
+        for name, accesses in self._moved().items():
+            self._stay(self.workload.blocks[name], accesses)
         self.ring_bytes = self._place_ring()
-        self.lines = self._lines()
-        self.host_bytes, self.lost_bytes = self._place("HOST", placement.fixed_bytes + self.ring_bytes)
-        self.device_bytes, _ = self._place("DEVICE", 0)
+        self._number()
+        self.arcs: dict[Tier, list[Arc]] = {}
+        self.host_bytes = self._place("HOST", placement.fixed_bytes + self.ring_bytes)
+        self.device_bytes = self._place("DEVICE", 0)
         self.read_bytes = sum(stay.hi - stay.lo for stay in self.stays if stay.fill is not None)
         self.written_bytes = sum(hi - lo for stay in self.stays for _, lo, hi in stay.writes)
 
+    @property
+    def lost_bytes(self) -> int:
+        """As in `Schedule`."""
+        fixed_bytes = self.placement.fixed_bytes + self.ring_bytes
+        return self.host_bytes - fixed_bytes - live_bytes(self.arcs["HOST"])
+
     def schedule(self) -> Schedule:
         """The whole schedule."""
-        actions = [self._action(line) for line in self.lines]
-        waits = order(actions, self.program.cyclic)
+        steps = list(self._steps())
+        waits = order(steps, self.program.cyclic)
         return Schedule(
             name=self.program.name,
-            actions=tuple(replace(action, after=after) for action, after in zip(actions, waits, strict=True)),
+            actions=tuple([step.action(after) for step, after in zip(steps, waits, strict=True)]),
             cyclic=self.program.cyclic,
             lead_in=tuple(self._lead_in()),
             host_bytes=self.host_bytes,
@@ -136,39 +188,27 @@ class Draft:
             moved[stay.block] += read + sum(hi - lo for _, lo, hi in stay.writes)
         return moved
 
-    def _cut(self) -> Iterator[_Turn]:
-        before = 0
-        for op in self.program.ops:
-            if not op.tiled:
-                yield _Turn(op, op.name, 0, None, before)
-                before += op.computes
-                continue
-            nbytes = self.workload.blocks[op.touches[0].block].nbytes
-            for number, lo in enumerate(range(0, nbytes, self.knobs.tile_bytes)):
-                yield _Turn(op, f"{op.name}#{number}", lo, min(lo + self.knobs.tile_bytes, nbytes), before)
-
-    def _accesses(self) -> dict[str, list[_Access]]:
-        """Per block, in order, the accesses to bytes that have no home in HOST."""
-        result: dict[str, list[_Access]] = {}
-        for index, turn in enumerate(self.turns):
-            for touch in turn.op.touches:
-                hi = self.workload.blocks[touch.block].nbytes if turn.hi is None else turn.hi
-                if hi > self.placement.host_bytes.get(touch.block, 0):
-                    access = _Access(index, turn.lo, hi, touch, turn.order, turn.op.tiled)
-                    result.setdefault(touch.block, []).append(access)
-        return result
+    def _moved(self) -> dict[str, list[_Access]]:
+        """Per block, in the order in which they are met, the accesses to bytes that have no home in HOST."""
+        held = self.placement.host_bytes
+        moved = {}
+        for name, accesses in self.cut.accesses.items():
+            found = [access for access in accesses if access.hi > held[name]] if name in held else accesses
+            if found:
+                moved[name] = found
+        return dict(sorted(moved.items(), key=lambda item: item[1][0].number))
 
     def _stay(self, block: Block, accesses: Sequence[_Access]) -> None:
+        count = len(self.turns)
         groups = self._groups(block, accesses)
-        previous_last = groups[-1][-1].turn - len(self.turns) if self.program.cyclic else -1
+        previous_last = groups[-1][-1].turn - count if self.program.cyclic else -1
         for number, group in enumerate(groups):
-            if all(access.tiled for access in group) and block.life != "local":
+            if block.life != "local" and all(access.op.tiled for access in group):
                 for access in group:
-                    stay = self._new_stay(block, [access], access.lo, access.hi)
-                    self.ring_tiles.setdefault(access.turn, []).append(stay)
+                    self.ring_tiles.setdefault(access.turn, []).append(self._tile(block, access))
             else:
-                stay = self._new_stay(block, group, 0, block.nbytes)
-                if block.life == "passing" and (number == len(groups) - 1 or groups[number + 1][0].touch.defines):
+                stay = self._whole(block, group)
+                if block.life == "passing" and (number == len(groups) - 1 or groups[number + 1][0].defines):
                     stay.writes.clear()  # nobody reads these bytes again
                 if stay.fill is not None:
                     stay.fill = min(stay.first, max(self._lead(group[0].order), previous_last + 1))
@@ -176,45 +216,57 @@ class Draft:
 
     def _groups(self, block: Block, accesses: Sequence[_Access]) -> list[list[_Access]]:
         """Accesses near enough to each other that the bytes stay in HOST between them."""
-        near = max(self.knobs.lookahead, self.knobs.lag + 1 + (self.knobs.copies_ahead if self.copies else 0))
+        knobs, cut = self.knobs, self.cut
+        near = max(knobs.lookahead, knobs.lag + 1 + (knobs.copies_ahead if cut.copies else 0))
+        local = block.life == "local"
         groups: list[list[_Access]] = []
+        group: list[_Access] = []
         for access in accesses:
-            far = block.life != "local" and groups and access.order - groups[-1][-1].order > near
-            if not groups or far or access.touch.defines:
-                groups.append([])
-            groups[-1].append(access)
-        wraps = self.program.cyclic and block.life != "local" and len(groups) > 1 and not accesses[0].touch.defines
-        if wraps and accesses[0].order + self.computing_ops - accesses[-1].order <= near:
+            if not group or access.defines or (not local and access.order - group[-1].order > near):
+                group = []
+                groups.append(group)
+            group.append(access)
+        wraps = self.program.cyclic and not local and len(groups) > 1 and not accesses[0].defines
+        if wraps and accesses[0].order + cut.computing_ops - accesses[-1].order <= near:
             count = len(self.turns)
-            head = [replace(access, turn=access.turn + count) for access in groups.pop(0)]
-            groups[-1].extend(head)
+            groups[-1].extend([replace(access, turn=access.turn + count) for access in groups.pop(0)])
         return groups
 
-    def _new_stay(self, block: Block, group: Sequence[_Access], lo: int, hi: int) -> _Stay:
-        stay = _Stay(len(self.stays), block.name, lo, hi, group[0].turn, group[-1].turn)
-        if not group[0].touch.defines:
-            stay.fill = stay.first
-        count = len(self.turns)
-        last_writer = next((self.turns[x.turn % count].op for x in reversed(group) if x.touch.writes), None)
-        for index, access in enumerate(group):
-            # Tiles of one op never overlap, so what the last op to write has written stays as it is.
-            again = self.turns[access.turn % count].op is not last_writer and any(
-                x.touch.writes and x.lo < access.hi and access.lo < x.hi for x in group[index + 1 :]
-            )
-            if access.touch.writes and not again and block.life != "local":
-                stay.writes.append((access.turn, access.lo, access.hi))
-            self.stay_of[block.name, access.turn % count] = stay
+    def _tile(self, block: Block, access: _Access) -> _Stay:
+        """A stay for one use by one tile."""
+        turn, lo, hi = access.turn, access.lo, access.hi
+        writes = [(turn, lo, hi)] if access.writes else []
+        fill = None if access.defines else turn
+        stay = _Stay(block.name, lo, hi, turn, turn, fill, writes, (turn % len(self.turns),))
         self.stays.append(stay)
+        return stay
+
+    def _whole(self, block: Block, group: Sequence[_Access]) -> _Stay:
+        """A stay of the whole block for all uses of a group."""
+        count = len(self.turns)
+        first, last = group[0].turn, group[-1].turn
+        uses = tuple([access.turn % count for access in group])
+        fill = None if group[0].defines else first
+        stay = _Stay(block.name, 0, block.nbytes, first, last, fill, [], uses)
+        self.stays.append(stay)
+        writers = [] if block.life == "local" else [(at, access) for at, access in enumerate(group) if access.writes]
+        for at, access in writers:
+            # Tiles of one op never overlap, so what the last op to write has written stays as it is.
+            again = access.op is not writers[-1][1].op and any(
+                later > at and x.lo < access.hi and access.lo < x.hi for later, x in writers
+            )
+            if not again:
+                stay.writes.append((access.turn, access.lo, access.hi))
         return stay
 
     def _lead(self, order_: int) -> int:
         """The turn before which bytes needed by the op number `order_` are asked for; negative: in the pass before."""
-        target = order_ - min(self.knobs.lookahead, self.computing_ops)
+        target = order_ - min(self.knobs.lookahead, self.cut.computing_ops)
         if target >= 0:
-            return bisect_left(self.orders, target)
+            return bisect_left(self.cut.orders, target)
         if not self.program.cyclic:
             return 0
-        return bisect_left(self.orders, target + self.computing_ops) - len(self.turns)
+        return bisect_left(self.cut.orders, target + self.cut.computing_ops) - len(self.turns)
 
     def _place_ring(self) -> int:
         """Tile stays share a ring of equal places, used one after the other; returns its size in bytes."""
@@ -237,61 +289,63 @@ class Draft:
                     stay.fill = min(stay.first, fill)
         return ring * width
 
-    def _lines(self) -> list[_Line]:
+    def _number(self) -> None:
+        """Which transfers stand before and after each turn, and at which line each stay begins and ends."""
         count = len(self.turns)
-        before: list[list[_Line]] = [[] for _ in range(count)]
-        after: list[list[_Line]] = [[] for _ in range(count)]
+        self.reads: list[list[_Stay]] = [[] for _ in range(count)]
+        self.writes: list[list[tuple[_Stay, int, int]]] = [[] for _ in range(count)]
+        self.drops: list[list[_Stay]] = [[] for _ in range(count)]
         for stay in sorted(self.stays, key=lambda stay: stay.first):
             if stay.fill is not None:
-                line = _Line(Verb.READ, stay, stay.fill % count, stay.lo, stay.hi, stay.fill < 0)
-                before[stay.fill % count].append(line)
+                self.reads[stay.fill % count].append(stay)
             for written, lo, hi in stay.writes:
-                after[written % count].append(_Line(Verb.WRITE, stay, written % count, lo, hi))
+                self.writes[written % count].append((stay, lo, hi))
         for stay in self.stays:
-            after[stay.last % count].append(_Line(Verb.DROP, stay, stay.last % count, stay.lo, stay.hi))
-        lines = []
-        for index, turn in enumerate(self.turns):
-            lines += [*before[index], _Line(Verb.RUN, None, index, turn.lo, turn.hi or 0), *after[index]]
-        return lines
+            self.drops[stay.last % count].append(stay)
+        run_at, line = [], 0
+        for reads, writes, drops in zip(self.reads, self.writes, self.drops, strict=True):
+            for stay in reads:
+                stay.begins = line
+                line += 1
+            run_at.append(line)
+            line += 1 + len(writes)
+            for stay in drops:
+                stay.ends = line
+                line += 1
+        for stay in self.stays:
+            if stay.fill is None:
+                stay.begins = run_at[stay.first % count]
 
-    def _place(self, tier: Tier, base: int) -> tuple[int, int]:
-        """Addresses for a tier's whole-block stays from their lifetimes; returns the arena's end and its loss."""
-        start: dict[int, int] = {}
-        end: dict[int, int] = {}
-        run_at = {line.turn: index for index, line in enumerate(self.lines) if line.verb is Verb.RUN}
-        for index, line in enumerate(self.lines):
-            if line.stay is not None and line.verb is Verb.READ:
-                start[line.stay.number] = index
-            elif line.stay is not None and line.verb is Verb.DROP:
-                end[line.stay.number] = index
-        tiers = {name: block.tier for name, block in self.workload.blocks.items()}
-        open_ = [stay for stay in self.stays if stay.address < 0 and tiers[stay.block] == tier]
-        arcs = [
-            Arc(
-                nbytes=stay.hi - stay.lo,
-                start=start.get(stay.number, run_at[stay.first % len(self.turns)]),
-                end=end[stay.number],
-            )
-            for stay in open_
-        ]
+    def _place(self, tier: Tier, base: int) -> int:
+        """Addresses for a tier's whole-block stays from their lifetimes; returns the arena's end."""
+        blocks = self.workload.blocks
+        open_ = [stay for stay in self.stays if stay.address < 0 and blocks[stay.block].tier == tier]
+        arcs = [Arc(nbytes=stay.hi - stay.lo, start=stay.begins, end=stay.ends) for stay in open_]
+        self.arcs[tier] = arcs
         addresses, total = pack(arcs)
         for stay, address in zip(open_, addresses, strict=True):
             stay.address = base + address
-        return base + total, total - live_bytes(arcs)
+        return base + total
 
-    def _action(self, line: _Line) -> Action:
-        if line.stay is not None:
-            tier = self.workload.blocks[line.stay.block].tier
-            return _transfer(line.verb, line.stay, line.lo, line.hi, line.next_pass, tier)
-        turn = self.turns[line.turn]
-        operands = tuple(self._operand(touch, turn, line.turn) for touch in turn.op.touches)
-        verb = {"h2d": Verb.H2D, "d2h": Verb.D2H}.get(turn.op.lane, Verb.RUN)
-        return Action(verb=verb, name=turn.name, lane=turn.op.lane, operands=operands)
+    def _steps(self) -> Iterator[_Step]:
+        blocks = self.workload.blocks
+        stays = {(stay.block, turn): stay for stay in self.stays for turn in stay.uses}
+        for index, turn in enumerate(self.turns):
+            for stay in self.reads[index]:
+                assert stay.fill is not None, "a READ fills"
+                yield _transfer(Verb.READ, stay, stay.lo, stay.hi, stay.fill < 0, blocks[stay.block].tier)
+            operands = tuple([self._operand(touch, turn, stays.get((touch.block, index))) for touch in turn.op.touches])
+            verb = _COPIES.get(turn.op.lane, Verb.RUN)
+            yield _Step(verb, turn.name, turn.op.lane, operands)
+            for stay, lo, hi in self.writes[index]:
+                yield _transfer(Verb.WRITE, stay, lo, hi, False, blocks[stay.block].tier)
+            for stay in self.drops[index]:
+                yield _transfer(Verb.DROP, stay, stay.lo, stay.hi, False, blocks[stay.block].tier)
 
-    def _operand(self, touch: Touch, turn: _Turn, index: int) -> Operand:
+    def _operand(self, touch: Touch, turn: _Turn, stay: _Stay | None) -> Operand:
+        """stay: None for bytes at their home."""
         block = self.workload.blocks[touch.block]
         hi = block.nbytes if turn.hi is None else turn.hi
-        stay = self.stay_of.get((touch.block, index))
         address = self.placement.address[touch.block] + turn.lo if stay is None else stay.address + turn.lo - stay.lo
         return Operand(
             block=touch.block,
@@ -309,11 +363,14 @@ class Draft:
             return
         for stay in sorted(self.stays, key=lambda stay: stay.first % len(self.turns)):
             if stay.last >= len(self.turns) or (stay.fill is not None and stay.fill < 0):
-                yield _transfer(Verb.READ, stay, stay.lo, stay.hi, False, "HOST")
+                yield _transfer(Verb.READ, stay, stay.lo, stay.hi, False, "HOST").action(())
 
 
-def _transfer(verb: Verb, stay: _Stay, lo: int, hi: int, next_pass: bool, tier: Tier) -> Action:
+_COPIES = {"h2d": Verb.H2D, "d2h": Verb.D2H}
+"""Verbs of ops by lane, where it is not RUN."""
+
+
+def _transfer(verb: Verb, stay: _Stay, lo: int, hi: int, next_pass: bool, tier: Tier) -> _Step:
     address = stay.address + lo - stay.lo
     operand = Operand(block=stay.block, lo=lo, hi=hi, address=address, reads=False, writes=False, tier=tier)
-    name = f"{verb} {stay.block}[{lo}:{hi}]"
-    return Action(verb=verb, name=name, lane="io", operands=(operand,), next_pass=next_pass)
+    return _Step(verb, f"{verb} {stay.block}[{lo}:{hi}]", "io", (operand,), next_pass)

@@ -6,16 +6,16 @@ Not here: schedules themselves (`lower.py`), rates (`hardware.py`), printing for
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tiering.device import on_device, worth_keeping
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
 from tiering.homes import Placement, choose_homes, place
-from tiering.lower import Draft, Knobs
+from tiering.lower import Cut, Draft, Knobs
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, simulate
-from tiering.workload import Program, Tier, Workload, spread
+from tiering.workload import Program, Tier, Workload
 
 MiB = 1 << 20
 
@@ -132,21 +132,23 @@ def _best(
     candidates: Sequence[Knobs],
     thorough: bool,
 ) -> Plan:
-    main, gain = _main(workload).name, _gain(workload)
+    main, search = _main(workload).name, _Search(workload=workload, gain=_gain(workload), resident=resident)
     best: tuple[_Lowered, Schedule, Timeline] | None = None
 
     def look(knobs: Knobs, within: Budget, *, whole: bool = False, fine: bool = False) -> None:
         nonlocal best
-        lowered = _fill(workload, knobs, gain, within, resident, whole=whole, fine=fine)
+        lowered = _fill(search, knobs, within, whole=whole, fine=fine)
         if not lowered.fits(budget):
             return
+        if best is not None and (lowered.knobs, lowered.placement) == (best[0].knobs, best[0].placement):
+            return  # the same schedule
         if best is not None and not _promising(workload, hardware, lowered.drafts[main], best[2]):
             return
         schedule = lowered.drafts[main].schedule()
         timeline = simulate(schedule, workload, hardware)
         if best is not None and not _better(timeline, best[2]):
             return
-        lowered = _completed(workload, lowered)
+        lowered = _completed(search, lowered)
         if lowered.fits(budget):
             best = (lowered, schedule, timeline)
         elif not whole:
@@ -161,7 +163,7 @@ def _best(
         for lean in _LEAN if thorough and far else ():
             look(best[0].knobs, replace(budget, host_bytes=int(lean * budget.host_bytes)))
         return _plan(workload, hardware, *best)
-    filled = [_fill(workload, knobs, gain, budget, resident, whole=True) for knobs in candidates]
+    filled = [_fill(search, knobs, budget, whole=True) for knobs in candidates]
     raise _refusal(workload, min(filled, key=lambda lowered: lowered.over(budget)), budget, resident)
 
 
@@ -187,7 +189,8 @@ def _better(one: Timeline, other: Timeline) -> bool:
 def refuse(workload: Workload, host_budget: int, resident: float | None = None) -> None:
     """Raises `BudgetError`, as `make_plan` would, without knowing the machine: the quick answer to "does it fit"."""
     budget = Budget(host_bytes=host_budget)
-    lowered = _fill(workload, frugal(workload), _gain(workload), budget, resident, whole=True)
+    search = _Search(workload=workload, gain=_gain(workload), resident=resident)
+    lowered = _fill(search, frugal(workload), budget, whole=True)
     if not lowered.fits(budget):
         raise _refusal(workload, lowered, budget, resident)
 
@@ -230,75 +233,69 @@ class _Lowered:
         return self.over(budget) == (0, 0)
 
 
-def _lowered(workload: Workload, spreads: Mapping[str, Program], knobs: Knobs, homes: Mapping[str, int]) -> _Lowered:
-    placement = place(homes)
-    drafts = {name: Draft(workload, program, placement, knobs) for name, program in spreads.items()}
-    return _Lowered(knobs=knobs, placement=placement, drafts=drafts)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Search:
+    """What all looks for a plan have in common. cuts: those made so far, by program and what they depend on."""
+
+    workload: Workload
+    gain: Mapping[str, float]
+    resident: float | None
+    cuts: dict[tuple[str, int, int, int], Cut] = field(default_factory=dict)
+
+    def cut(self, program: Program, knobs: Knobs) -> Cut:
+        key = (program.name, knobs.lag, knobs.copies_ahead, knobs.tile_bytes)
+        if key not in self.cuts:
+            self.cuts[key] = Cut(self.workload, program, knobs)
+        return self.cuts[key]
+
+    def lowered(self, cuts: Mapping[str, Cut], knobs: Knobs, pinned: int, carried: int | None) -> _Lowered:
+        """Drafts over the homes that so many bytes make, as `choose_homes` has them."""
+        homes = choose_homes(self.workload, self.gain, knobs.tile_bytes, pinned, carried) if pinned or carried else {}
+        placement = place(homes)
+        drafts = {name: Draft(cut, placement, knobs) for name, cut in cuts.items()}
+        return _Lowered(knobs=knobs, placement=placement, drafts=drafts)
 
 
-def _fill(
-    workload: Workload,
-    knobs: Knobs,
-    gain: Mapping[str, float],
-    budget: Budget,
-    resident: float | None,
-    *,
-    whole: bool = False,
-    fine: bool = False,
-) -> _Lowered:
+def _fill(search: _Search, knobs: Knobs, budget: Budget, *, whole: bool = False, fine: bool = False) -> _Lowered:
     """Drafts with these knobs that pin as much as `budget` (or exactly the share `resident`) allows.
 
     whole: of all programs; otherwise of the one that repeats itself, the widest as a rule: drafting takes time.
     fine: to the last percent of the budget.
     """
-    programs = workload.programs.values() if whole else [_main(workload)]
-    spreads = {program.name: spread(program, knobs.lag, knobs.copies_ahead) for program in programs}
-    if resident is None:
-        return _fill_up(workload, spreads, knobs, gain, budget, fine)
-    return _fill_share(workload, spreads, knobs, gain, budget, resident)
+    programs = search.workload.programs.values() if whole else [_main(search.workload)]
+    cuts = {program.name: search.cut(program, knobs) for program in programs}
+    if search.resident is None:
+        return _fill_up(search, cuts, knobs, budget, fine)
+    return _fill_share(search, cuts, knobs, budget, search.resident)
 
 
-def _completed(workload: Workload, lowered: _Lowered) -> _Lowered:
+def _completed(search: _Search, lowered: _Lowered) -> _Lowered:
     """With drafts of the programs that it lacks, over the same homes."""
-    knobs = lowered.knobs
     others = {
-        name: Draft(workload, spread(program, knobs.lag, knobs.copies_ahead), lowered.placement, knobs)
-        for name, program in workload.programs.items()
+        name: Draft(search.cut(program, lowered.knobs), lowered.placement, lowered.knobs)
+        for name, program in search.workload.programs.items()
         if name not in lowered.drafts
     }
     return replace(lowered, drafts={**lowered.drafts, **others})
 
 
-def _fill_share(
-    workload: Workload,
-    spreads: Mapping[str, Program],
-    knobs: Knobs,
-    gain: Mapping[str, float],
-    budget: Budget,
-    resident: float,
-) -> _Lowered:
+def _fill_share(search: _Search, cuts: Mapping[str, Cut], knobs: Knobs, budget: Budget, resident: float) -> _Lowered:
     """The share `resident` of what is durable; what else is left of the budget goes to blocks that are not."""
+    workload = search.workload
     pinned = round(resident * sum(block.nbytes for block in workload.of_life("durable")))
-    found = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, 0))
+    found = search.lowered(cuts, knobs, pinned, 0)
     spare = budget.host_bytes - found.host_bytes
     if spare > 0 and any(workload.of_life("carried", "passing")):
-        fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned, spare))
+        fuller = search.lowered(cuts, knobs, pinned, spare)
         found = fuller if fuller.host_bytes <= budget.host_bytes else found
     return found
 
 
-def _fill_up(
-    workload: Workload,
-    spreads: Mapping[str, Program],
-    knobs: Knobs,
-    gain: Mapping[str, float],
-    budget: Budget,
-    fine: bool,
-) -> _Lowered:
+def _fill_up(search: _Search, cuts: Mapping[str, Cut], knobs: Knobs, budget: Budget, fine: bool) -> _Lowered:
     """As much as fits. What is pinned is not staged, so a second look finds more room; one too far is halved."""
-    everything = sum(block.nbytes for block in workload.of_life("durable", "carried", "passing"))
+    everything = sum(block.nbytes for block in search.workload.of_life("durable", "carried", "passing"))
     pinned, too_much = 0, 2 * everything + 1
-    found = _lowered(workload, spreads, knobs, {})
+    found = search.lowered(cuts, knobs, 0, None)
     if not found.fits(budget):
         return found  # thriftier knobs make it smaller, homes hardly ever
     least = budget.host_bytes >> 10 if fine else max(knobs.tile_bytes, budget.host_bytes >> 6)
@@ -307,7 +304,7 @@ def _fill_up(
         more = min(spare, everything - pinned, (too_much - pinned) // 2)  # half of the way to what was too much
         if more < min(everything - pinned, least) or not more:
             break
-        fuller = _lowered(workload, spreads, knobs, choose_homes(workload, gain, knobs.tile_bytes, pinned + more, None))
+        fuller = search.lowered(cuts, knobs, pinned + more, None)
         if fuller.host_bytes > budget.host_bytes:
             too_much = pinned + more
         else:
@@ -319,7 +316,7 @@ def _gain(workload: Workload) -> dict[str, float]:
     """NVME bytes a pass that each byte of a block costs when it is not pinned: counted on the schedule itself."""
     coarse = max(block.nbytes for block in workload.blocks.values())
     knobs = Knobs(lookahead=0, lag=0, tile_bytes=coarse, ring=1, copies_ahead=0)
-    moved = Draft(workload, _main(workload), place({}), knobs).moved_bytes()
+    moved = Draft(Cut(workload, _main(workload), knobs), place({}), knobs).moved_bytes()
     return {name: nbytes / workload.blocks[name].nbytes for name, nbytes in moved.items()}
 
 

@@ -5,10 +5,11 @@ Not here: making one from a program (`lower.py`), proving it (`check.py`), predi
 (`pipeline.py`).
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from tiering.workload import Lane, Tier
 
@@ -70,7 +71,7 @@ class Action:
 
     @property
     def nbytes(self) -> int:
-        return sum(operand.nbytes for operand in self.operands)
+        return sum([operand.hi - operand.lo for operand in self.operands])
 
     @property
     def op(self) -> str:
@@ -118,94 +119,92 @@ def moved_bytes(actions: Sequence[Action], verb: Verb) -> int:
     return sum(action.nbytes for action in actions if action.verb is verb)
 
 
-@dataclass(slots=True)
-class _Span:
-    """Bytes lo:hi, who wrote them last (None: nobody yet) and who has read them since."""
-
-    lo: int
-    hi: int
-    writer: int | None
-    readers: tuple[int, ...]
+_NOBODY = -(1 << 62)
+"""The writer of bytes that nothing has written yet."""
 
 
 class _Space:
-    """Who touched which bytes of one address space last, as far as it still matters: disjoint spans in order."""
+    """Who touched which bytes of one address space last, as far as it still matters.
 
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.spans: list[_Span] = []
+    edges: all addresses at which a touch begins or ends. The bytes between two of them always share their fate.
+    """
 
-    def touch(self, lo: int, hi: int, index: int, writes: bool) -> set[int]:
-        """Record a touch; returns the indices of earlier actions that it has to wait for."""
-        first = bisect_left(self.starts, lo)
-        if first < len(self.spans) and self.spans[first].lo == lo and self.spans[first].hi == hi:
-            return self._touch_one(self.spans[first], index, writes)  # the usual case: the same bytes as before
-        self._cut(lo)
-        self._cut(hi)
-        first, last = bisect_left(self.starts, lo), bisect_left(self.starts, hi)
-        met = self.spans[first:last]
-        waits = {span.writer for span in met if span.writer is not None}
-        fresh = [_Span(lo, hi, index, ())]
-        if writes:
-            waits.update(reader for span in met for reader in span.readers)
-        else:
-            fresh = []
-            for span in [*met, _Span(hi, hi, None, ())]:
-                if span.lo > lo:
-                    fresh.append(_Span(lo, span.lo, None, (index,)))
-                if span.hi > span.lo:
-                    fresh.append(_Span(span.lo, span.hi, span.writer, (*span.readers, index)))
-                lo = span.hi
-        self.spans[first:last] = fresh
-        self.starts[first:last] = [span.lo for span in fresh]
-        return waits
+    def __init__(self, edges: Iterable[int]) -> None:
+        self.piece = {edge: number for number, edge in enumerate(sorted(edges))}
+        self.writers = [_NOBODY] * len(self.piece)
+        self.readers: list[list[int]] = [[] for _ in self.piece]  # since the last write
 
-    @staticmethod
-    def _touch_one(span: _Span, index: int, writes: bool) -> set[int]:
-        waits = set() if span.writer is None else {span.writer}
-        if writes:
-            waits.update(span.readers)
-            span.writer, span.readers = index, ()
-        else:
-            span.readers = (*span.readers, index)
-        return waits
-
-    def _cut(self, at: int) -> None:
-        """Let no span reach across `at`."""
-        index = bisect_left(self.starts, at) - 1
-        if index >= 0 and self.spans[index].hi > at:
-            old = self.spans[index]
-            self.spans[index : index + 1] = [
-                _Span(old.lo, at, old.writer, old.readers),
-                _Span(at, old.hi, old.writer, old.readers),
-            ]
-            self.starts.insert(index + 1, at)
+    def touch(self, first: int, last: int, index: int, writes: bool, waits: set[int]) -> None:
+        """Record a touch of pieces first:last; adds to `waits` the indices of earlier actions that it waits for."""
+        if last - first == 1:  # the usual case, written out because there are so many
+            waits.add(self.writers[first])
+            if writes:
+                waits.update(self.readers[first])
+                self.writers[first], self.readers[first] = index, []
+            else:
+                self.readers[first].append(index)
+            return
+        waits.update(self.writers[first:last])
+        if not writes:
+            for readers in self.readers[first:last]:
+                readers.append(index)
+            return
+        self.writers[first:last] = [index] * (last - first)
+        for readers in self.readers[first:last]:
+            if readers:
+                waits.update(readers)
+                readers.clear()
 
 
-def touched(action: Action) -> Iterator[tuple[str, int, int, bool]]:
+class Touching(Protocol):
+    """What moves or uses bytes: an action, or one that is not written out yet."""
+
+    @property
+    def verb(self) -> Verb: ...
+
+    @property
+    def operands(self) -> tuple[Operand, ...]: ...
+
+
+def touched(action: Touching) -> Iterator[tuple[str, int, int, bool]]:
     """(space, lo, hi, writes) of an action. Spaces: HOST and DEVICE with arena addresses, "NVME/<block>" with block
     bytes.
     """
+    verb = action.verb
+    fills, stores = verb is Verb.READ, verb is Verb.WRITE
     for operand in action.operands:
-        at = operand.address
-        yield operand.tier, at, at + operand.nbytes, operand.writes or action.verb in (Verb.READ, Verb.DROP)
-        if action.verb in (Verb.READ, Verb.WRITE):
-            yield f"NVME/{operand.block}", operand.lo, operand.hi, action.verb is Verb.WRITE
+        at, lo, hi = operand.address, operand.lo, operand.hi
+        yield operand.tier, at, at + hi - lo, operand.writes or fills or verb is Verb.DROP
+        if fills or stores:
+            yield f"NVME/{operand.block}", lo, hi, stores
 
 
-def order(actions: Sequence[Action], cyclic: bool) -> list[tuple[tuple[int, int], ...]]:
+def order(actions: Sequence[Touching], cyclic: bool) -> list[tuple[tuple[int, int], ...]]:
     """For each action the earlier ones that touched the same bytes, unless both only read them (I2, I3).
 
     Cyclic: the list is taken as repeating itself, so waits may reach into the pass before.
     """
-    spaces: dict[str, _Space] = {}
+    met = [list(touched(action)) for action in actions]
+    edges: dict[str, set[int]] = defaultdict(set)
+    for found in met:
+        for name, lo, hi, _ in found:
+            edges[name].update((lo, hi))
+    spaces = {name: _Space(found) for name, found in edges.items()}
+    touches = [
+        [
+            (space, space.piece[lo], space.piece[hi], writes)
+            for name, lo, hi, writes in found
+            for space in [spaces[name]]
+        ]
+        for found in met
+    ]
     result: list[tuple[tuple[int, int], ...]] = []
     count = len(actions)
     for index in range(-count if cyclic else 0, count):
         waits: set[int] = set()
-        for space, lo, hi, writes in touched(actions[index % count]):
-            waits |= spaces.setdefault(space, _Space()).touch(lo, hi, index, writes)
+        for space, first, last, writes in touches[index]:  # below 0: counted from the end, which is the pass before
+            space.touch(first, last, index, writes, waits)
         if index >= 0:
-            waits.discard(index)
-            result.append(tuple((w, 0) if w >= 0 else (w + count, 1) for w in sorted(waits, reverse=True)))
+            waits -= {index, _NOBODY}
+            result.append(tuple([(w, 0) if w >= 0 else (w + count, 1) for w in sorted(waits, reverse=True)]))
     return result

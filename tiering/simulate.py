@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import inf
 
 from tiering.hardware import Hardware
 from tiering.schedule import Action, Schedule, Verb, moved_bytes
@@ -82,7 +83,10 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
 
 def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timeline:
     """Run three passes of a cyclic schedule (one of any other) and report the last one."""
-    read, written = moved_bytes(schedule.actions, Verb.READ), moved_bytes(schedule.actions, Verb.WRITE)
+    moved = dict.fromkeys(Verb, 0)
+    for action in schedule.actions:
+        moved[action.verb] += action.nbytes
+    read, written = moved[Verb.READ], moved[Verb.WRITE]
     cost = _costs(schedule, workload, hardware, mixed=bool(read and written))
     passes = 3 if schedule.cyclic else 1
     ends = _Run(schedule, cost, hardware, passes).ends()
@@ -90,7 +94,6 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     for action, duration in zip(schedule.actions, cost, strict=True):
         busy[action.lane] += duration
     beside = hardware.update_beside_compute
-    copied = {verb: moved_bytes(schedule.actions, verb) // 2 for verb in (Verb.H2D, Verb.D2H)}  # two operands each
     slowed_s = (busy["compute"] + busy["update"]) / (1 - hardware.io_steals)
     return Timeline(
         pass_s=ends[-1] - (ends[-2] if passes > 1 else 0.0),
@@ -102,8 +105,8 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
         serial_s=busy["io"] + busy["h2d"] + busy["d2h"] + slowed_s,
         read_bytes=read,
         written_bytes=written,
-        h2d_bytes=copied[Verb.H2D],
-        d2h_bytes=copied[Verb.D2H],
+        h2d_bytes=moved[Verb.H2D] // 2,  # two operands each
+        d2h_bytes=moved[Verb.D2H] // 2,
     )
 
 
@@ -143,6 +146,8 @@ def slots(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[Sl
 
 
 LANES: tuple[Lane, ...] = ("io", "h2d", "d2h", "update", "compute")
+_NEVER = 1 << 62
+"""More waits than there are: of actions in a pass after the last one."""
 
 
 class _Run:
@@ -157,83 +162,97 @@ class _Run:
         self.kept = 1 - hardware.io_steals
         runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
         self.gate = runs[-1] if runs else self.count - 1
-        self.followers: list[list[int]] = [[] for _ in self.actions]
-        self.next_followers: list[list[int]] = [[] for _ in self.actions]  # in the next pass
+        self.followers: list[list[int]] = [[] for _ in self.actions]  # those of the next pass: beyond `count`
         self.missing = self._waits(runs)
         self.ready: dict[Lane, list[int]] = {lane: [] for lane in LANES}
+        self.queues = [None if a.verb is Verb.DROP else self.ready[a.lane] for a in self.actions] * 2  # as followers
         self.running: dict[Lane, list[float]] = {}  # lane -> [action, seconds of work left]
+        self.speeds: dict[tuple[Lane, ...], list[tuple[Lane, float]]] = {}
         self.begun_at = [0.0] * (self.count * passes)
         self.done_at = [0.0] * (self.count * passes)
         self.now = 0.0
 
     def _waits(self, runs: list[int]) -> list[int]:
-        """How many others each action still waits for; fills `followers` and `next_followers`, line by line."""
+        """How many others each action still waits for; fills `followers` line by line."""
         before = {later: earlier for earlier, later in pairwise(runs)}  # computing ops are entered in order
+        opens = (self.gate, 1)  # a pass is opened when the one before has computed
         first, later = [0] * self.count, [0] * self.count
         for line, action in enumerate(self.actions):
-            same = {waited for waited, back in action.after if not back}
-            if line in before:
-                same.add(before[line])
-            past = {waited for waited, back in action.after if back}
-            past.add(self.gate)  # a pass is opened when the one before has computed
-            first[line], later[line] = len(same), len(same) + len(past)
-            for waited in same:
-                self.followers[waited].append(line)
-            for waited in past:
-                self.next_followers[waited].append(line)
-        return first + later * (self.passes - 1)
+            waits = action.after if opens in action.after else (*action.after, opens)
+            if line in before and (before[line], 0) not in waits:
+                waits = (*waits, (before[line], 0))
+            later[line] = len(waits)
+            for waited, back in waits:
+                first[line] += not back
+                self.followers[waited].append(line + back * self.count)
+        return first + later * (self.passes - 1) + [_NEVER] * self.count
 
     def ends(self) -> list[float]:
         """Times at which the last computing op of each pass ends (the last action, where nothing computes)."""
         for index, missing in enumerate(self.missing):
             if not missing:
                 self._enter(index)
+        running = self.running
         while self._start():
-            speed = self._speeds()
-            lane = min(speed, key=lambda lane: self.running[lane][1] / speed[lane])
-            passed_s = self.running[lane][1] / speed[lane]
+            busy = tuple(running)
+            speeds = self.speeds.get(busy) or self._speeds(busy)
+            first, passed_s = speeds[0][0], inf
+            for lane, speed in speeds:
+                if running[lane][1] / speed < passed_s:
+                    first, passed_s = lane, running[lane][1] / speed
             self.now += passed_s
-            for other, factor in speed.items():
-                self.running[other][1] -= passed_s * factor
-            self._finish(int(self.running.pop(lane)[0]))
+            for lane, speed in speeds:
+                running[lane][1] -= passed_s * speed
+            self._finish(int(running.pop(first)[0]))
         return [self.done_at[self.gate + number * self.count] for number in range(self.passes)]
 
     def _enter(self, index: int) -> None:
         """Everything that `index` waits for has completed."""
-        action = self.actions[index % self.count]
-        if action.verb is Verb.DROP:
+        queue = self.queues[index % self.count]
+        if queue is not None:
+            heappush(queue, index)
+        else:
             self.begun_at[index] = self.now
             self._finish(index)
-        else:
-            heappush(self.ready[action.lane], index)
 
     def _start(self) -> bool:
         """Give every free lane its first ready action; False if nothing runs."""
+        running = self.running
         for lane, queue in self.ready.items():
-            if queue and lane not in self.running:
+            if queue and lane not in running:
                 index = heappop(queue)
-                self.running[lane] = [index, self.cost[index % self.count]]
+                running[lane] = [index, self.cost[index % self.count]]
                 self.begun_at[index] = self.now
-        return bool(self.running)
+        return bool(running)
 
-    def _speeds(self) -> dict[Lane, float]:
+    def _speeds(self, busy: tuple[Lane, ...]) -> list[tuple[Lane, float]]:
         """Work done a second by each running lane that gets on; an update goes before an op on the same processors."""
-        speed: dict[Lane, float] = dict.fromkeys(self.running, 1.0)
+        speed: dict[Lane, float] = dict.fromkeys(busy, 1.0)
         if "io" in speed:
             for lane in ("compute", "update"):
                 if lane in speed:
                     speed[lane] = self.kept
         if self.shared and "update" in speed:
             speed.pop("compute", None)
-        return speed
+        self.speeds[busy] = list(speed.items())
+        return self.speeds[busy]
 
     def _finish(self, index: int) -> None:
-        self.done_at[index] = self.now
-        number, line = divmod(index, self.count)
-        waiting = [follower + number * self.count for follower in self.followers[line]]
-        if number + 1 < self.passes:
-            waiting += [follower + (number + 1) * self.count for follower in self.next_followers[line]]
-        for follower in waiting:
-            self.missing[follower] -= 1
-            if not self.missing[follower]:
-                self._enter(follower)
+        """`index` is done, and with it what only gives up bytes and waited for nothing else."""
+        count, missing, queues = self.count, self.missing, self.queues
+        done = [index]
+        for index in done:
+            self.done_at[index] = self.now
+            line = index % count
+            opened = index - line
+            for follower in self.followers[line]:
+                waiting = opened + follower
+                missing[waiting] -= 1
+                if missing[waiting]:
+                    continue
+                queue = queues[follower]
+                if queue is not None:
+                    heappush(queue, waiting)
+                else:
+                    self.begun_at[waiting] = self.now
+                    done.append(waiting)

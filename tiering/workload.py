@@ -136,14 +136,15 @@ def spread(program: Program, lag: int, copies_ahead: int = 1) -> Program:
     """
     ops = list(program.ops)
     for direction in ("later", "earlier"):
-        movable = [op for op in ops if op.moves == direction]
-        for op in reversed(movable) if direction == "later" else movable:
-            _shift(ops, op, lag if op.tiled else copies_ahead, 1 if direction == "later" else -1)
+        # Those before this one have moved away from it, so that it still is where it was.
+        movable = [(at, op) for at, op in enumerate(ops) if op.moves == direction]
+        for at, op in reversed(movable) if direction == "later" else movable:
+            _shift(ops, at, lag if op.tiled else copies_ahead, 1 if direction == "later" else -1)
     return replace(program, ops=tuple(ops))
 
 
-def _shift(ops: list[Op], op: Op, most: int, stride: int) -> None:
-    at = beside = next(index for index, other in enumerate(ops) if other is op)
+def _shift(ops: list[Op], at: int, most: int, stride: int) -> None:
+    op, beside = ops[at], at
     passed = 0
     while passed < most:
         beside += stride
