@@ -7,6 +7,7 @@ Every way gets the same model, first weights and batches. Its losses are compare
 runs without a limit: equal means all bits of every step.
 """
 
+import math
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from rich.table import Table
 
 from benchmarks.child import Ended, run_child
 from benchmarks.machine import Rates, drive_rates, machine_lines
+from benchmarks.plan_accuracy import MEMORY_MISS, MEMORY_SLACK
 from benchmarks.presets import STATE_BYTES, llama, parameters, run_mapping
 from benchmarks.rivals.job import BATCHES_FILE, JOB_FILE, WEIGHTS_FILE, Job
 from benchmarks.rivals.zero3 import BUILD, ENVIRONMENT
@@ -182,15 +184,16 @@ def _write_weights(units: Units, seed: int, file: Path) -> Iterator[tuple[str, t
 
 
 def arena_bytes(row: Row, units: Units) -> int:
-    """What the limit leaves for our arena, after the libraries and what computing takes."""
+    """What the limit leaves for our arena, after the libraries, what computing takes, and what a plan may be off by."""
     if row.limit_bytes is None:
         return WITHOUT_LIMIT_ARENA
     costs = estimate(row.model, row.batch, row.seq_len)
     assert costs is not None, "a Llama can be estimated"
     computing = sum(line.nbytes for line in compute_lines(costs, units.head.name, 1))
-    rest = row.limit_bytes - HOST_LIBRARIES - WORKING_ROOM - computing
+    beside = HOST_LIBRARIES + WORKING_ROOM + computing + MEMORY_SLACK
+    rest = int(row.limit_bytes / (1 + MEMORY_MISS)) - beside
     if rest < LEAST_ARENA:
-        least = row.limit_bytes - rest + LEAST_ARENA
+        least = math.ceil((beside + LEAST_ARENA) * (1 + MEMORY_MISS))
         raise UserError(
             f"--limit {row.limit_bytes} leaves {rest} bytes for our arena, at least {LEAST_ARENA} are needed. "
             f"Fix: --limit {least}, or --host-memory"
