@@ -44,8 +44,8 @@ ROOT = Path(__file__).parent.parent.parent
 MiB, GiB = 1 << 20, 1 << 30
 WARM_STEPS = 2
 LEAST_ARENA = 32 * MiB
-KEPT_BY_MALLOC = 2
-"""Times what computing takes: 200 MiB were seen beside 90. Freed buffers lie between objects that live on."""
+KEPT_BY_MALLOC = 1
+"""Times what computing takes: freed buffers lie between objects that live on."""
 WITHOUT_LIMIT_ARENA = GiB
 OURS, PLAIN, MAPPED, MAPPED_CHECKPOINT, ZERO3 = WAYS = (
     "ours",
