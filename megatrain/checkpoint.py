@@ -1,7 +1,7 @@
 """First weights from a model folder, unit by unit.
 
 Scope: finding every tensor of the model in the folder's files, checking names, shapes and dtypes before any data is
-read, filling a unit in FP32.
+read, filling a unit in FP32; rows of tokens that the files do not have.
 Not here: the files themselves (`safetensors_in.py`), how tensors are renamed, stacked and cut (`file_names.py`), GGUF
 (`unpack.py`), writing model folders (`export.py`).
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from megatrain.errors import UserError
 from megatrain.file_names import Recipe, recipes
@@ -22,10 +23,15 @@ class Checkpoint:
 
     Buffers that belong to the files are loaded into the model at once: they are small, and stay in RAM. Memory: the
     tensors of one recipe (mostly one parameter; stacked experts up to three times) beside the unit.
+
+    stored_rows: rows that the files' tables of tokens have, where the model has another number. The last ones are left
+    out, or new ones are the mean of all in the files: `resize_token_embeddings` of transformers without its noise.
     """
 
-    def __init__(self, path: Path, units: Units) -> None:
+    def __init__(self, path: Path, units: Units, stored_rows: int | None = None) -> None:
         self.path = path
+        self._stored_rows = stored_rows
+        self._tables = _tables_of(units.model) if stored_rows is not None else frozenset()
         self._model = units.model
         self._files = TensorFiles(path)
         self._recipe_of: dict[str, Recipe] = {}
@@ -42,14 +48,24 @@ class Checkpoint:
         with self._files.reading():
             for recipe in dict.fromkeys(self._recipe_of[name] for name in wanted if name in self._recipe_of):
                 for name, value in recipe.make(self._model, self._files.read).items():
-                    place = wanted.get(name)
-                    if place is None:
-                        continue
-                    if place.name in filled:
-                        self._refuse_other_tie(place, name, value, place.of(block))
-                    place.of(block).copy_(value)
-                    filled.add(place.name)
-                    self._refuse_non_finite(place.name, recipe, place.of(block))
+                    if name in wanted:
+                        place = wanted[name]
+                        self._put(place, name, value, recipe, place.of(block), again=place.name in filled)
+                        filled.add(place.name)
+
+    def _put(
+        self, place: Slice, name: str, value: torch.Tensor, recipe: Recipe, tensor: torch.Tensor, *, again: bool
+    ) -> None:
+        """Fill the unit's `tensor`. name: of `value`. again: it has been filled already, from a tensor tied to this."""
+        stored = tensor
+        if place.name in self._tables:
+            stored, value = tensor[: len(value)], value[: len(tensor)]
+        if again:
+            self._refuse_other_tie(place, name, value, stored)
+        stored.copy_(value)
+        self._refuse_non_finite(place.name, recipe, stored)
+        if stored is not tensor:
+            tensor[len(stored) :] = stored.mean(dim=0)
 
     def _check(self, units: Units) -> None:
         quantised = getattr(self._model.config, "quantization_config", None)
@@ -77,7 +93,7 @@ class Checkpoint:
                     f"model.path: {self.path} {what} {names[0]} ({len(names)} such). Fix: save the model with "
                     "save_pretrained of a transformers release that names its tensors as this one"
                 )
-        wanted = {name: tuple(place.shape) for _, place in units.slices() for name in self._names[place.name]}
+        wanted = {name: self._stored_shape(place) for _, place in units.slices() for name in self._names[place.name]}
         wanted |= {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         for name, shape in wanted.items():
             if shapes.get(name, shape) != shape:
@@ -86,6 +102,11 @@ class Checkpoint:
                     f"model.path: {self._files.tensors[source].file}: {name} has shape {shapes[name]}, config.json "
                     f"says {shape}"
                 )
+
+    def _stored_shape(self, place: Slice) -> tuple[int, ...]:
+        if place.name not in self._tables or self._stored_rows is None:
+            return tuple(place.shape)
+        return (self._stored_rows, *place.shape[1:])
 
     def _load_buffers(self) -> None:
         for name, buffer in self._buffers.items():
@@ -124,6 +145,13 @@ def persistent_buffers(units: Units) -> dict[str, torch.Tensor]:
     """Buffers that belong to a model's files, as the run computes with them."""
     saved = units.model.state_dict()
     return {name: buffer for name, buffer in units.model.named_buffers() if name in saved}
+
+
+def _tables_of(model: PreTrainedModel) -> frozenset[str]:
+    """Names of the parameters with a row, or a number, for each token: those that transformers itself resizes."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
+    return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in tables)
 
 
 def _names_of(units: Units) -> dict[str, list[str]]:

@@ -3,8 +3,8 @@
 Scope: the commands and their options. torch and transformers are imported only after the
 run file and the files it names have been accepted.
 Not here: what the commands do (`megatrain/trainer.py`, `report.py`, `verify.py`, `generate.py`, `export.py`,
-`snapshot.py`, `evaluate.py`, `check.py`, `measure.py`), exit codes, what goes to stdout and what to stderr
-(`console.py`).
+`snapshot.py`, `evaluate.py`, `check.py`, `keeping.py`, `measure.py`), exit codes, what goes to stdout and what to
+stderr (`console.py`).
 """
 
 import sys
@@ -28,6 +28,10 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Overrides a key of the run file; may be given several times."),
+]
+
+Step = Annotated[
+    int | None, typer.Option("--step", min=0, metavar="N", help="A commit that the run keeps; the last if not given.")
 ]
 
 
@@ -143,6 +147,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to add at most.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
+    step: Step = None,
     debug: Debug = False,
 ) -> None:
     """Print the text that a trained run continues a prompt with."""
@@ -158,6 +163,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed,
+                step=step,
                 console=Console(stderr=True),
             )
         print(text)
@@ -180,9 +186,10 @@ def export(
         typer.Option("--max-shard-size", metavar="SIZE", help="Of a file of a model folder; 5GB if not given."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model or snapshot that is at DIR.")] = False,
+    step: Step = None,
     debug: Debug = False,
 ) -> None:
-    """Write the last commit of a run as a Hugging Face model folder, or as a portable snapshot of its whole state."""
+    """Write a commit of a run as a Hugging Face model folder, or as a portable snapshot of its whole state."""
     with reported(debug):
         if form == "zarr":
             if dtype is not None or max_shard_size is not None:
@@ -190,13 +197,13 @@ def export(
                 raise UserError(f"{given} is for model folders; a snapshot is float32. Fix: leave it out")
             from megatrain.snapshot import export_snapshot
 
-            export_snapshot(run_dir, out, force=force, console=Console())
+            export_snapshot(run_dir, out, force=force, step=step, console=Console())
             return
         most = size_option("--max-shard-size", max_shard_size or "5GB")
         from megatrain.export import export as export_model
 
         options: dict[str, Any] = {"dtype": dtype or "float32", "max_shard_bytes": most}
-        export_model(run_dir, out, **options, force=force, console=Console())
+        export_model(run_dir, out, **options, force=force, step=step, console=Console())
 
 
 @app.command("import", epilog="Example: megatrain import /backup/first-snapshot run.yaml")
@@ -252,6 +259,7 @@ def evaluate(
         typer.Option("--tokenizer", metavar="PATH", help="`bytes`, a tokenizer.json or its folder; else the model's."),
     ] = None,
     as_json: AsJson = False,
+    step: Step = None,
     debug: Debug = False,
 ) -> None:
     """Loss and perplexity on text or conversations: forwards alone, for models that do not fit in memory too."""
@@ -261,7 +269,7 @@ def evaluate(
             from megatrain.evaluate import render
 
             options: dict[str, Any] = {"kind": kind, "seq_len": seq_len, "batch": batch, "tokenizer": tokenizer}
-            found = measured(source, data, **options, console=Console(stderr=True))
+            found = measured(source, data, **options, step=step, console=Console(stderr=True))
         if as_json:
             print_json(found.as_json())
         else:
@@ -280,6 +288,19 @@ def models(as_json: AsJson = False, debug: Debug = False) -> None:
             supported.render(Console())
 
 
+@app.command(epilog="Example: megatrain restore runs/first --step 2000")
+def restore(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output folder of a run.")],
+    step: Annotated[int, typer.Option("--step", min=0, metavar="N", help="A commit that is kept.")],
+    debug: Debug = False,
+) -> None:
+    """Make a kept commit the state of its run: `train --resume` goes on from there, the last commit is given up."""
+    with reported(debug):
+        from megatrain.keeping import restore as bring_back
+
+        bring_back(run_dir, step, Console())
+
+
 @app.command(epilog="Example: megatrain check runs/first")
 def check(
     path: Annotated[
@@ -292,7 +313,7 @@ def check(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Read all of the last commit and compare every checksum; exit code 1 if anything is damaged."""
+    """Read all of the last commit and of those kept, compare every checksum; exit code 1 if anything is damaged."""
     with reported(debug):
         with stdout_kept(as_json):
             from megatrain.check import check_state

@@ -1,4 +1,4 @@
-"""The last commit of a run, read tensor by tensor while nothing else is in memory.
+"""The last commit of a run, or one that it keeps, read tensor by tensor while nothing else is in memory.
 
 Scope: opening a run folder and its state for reading only, parts of parameters and moments as views, noticing that a
 training which goes on has overtaken what was read.
@@ -23,9 +23,11 @@ from megatrain.programs import block_name
 from tiering.arena import Arena
 from tiering.checksums import GRAIN_BYTES
 from tiering.choose import choose_engine
-from tiering.drives import has_state, root_first
-from tiering.errors import TieringError, WrongStateError
+from tiering.drives import find_drives, has_state, root_first
+from tiering.errors import DamagedStateError, TieringError, WrongStateError
+from tiering.history import is_kept, kept_folders, kept_steps
 from tiering.manager import Manager
+from tiering.manifest import read_manifest
 from tiering.pipeline import REQUEST_BYTES
 from tiering.schedule import Action
 from tiering.store import BlockStore
@@ -43,6 +45,27 @@ def run_of(run_dir: Path) -> RunConfig:
     if not has_state(root_first(run.tiers.nvme)[0]):
         folders = ", ".join(map(str, run.tiers.nvme))
         raise UserError(f"{folders}: no state of this run. Fix: train it, or bring the folder back")
+    return run
+
+
+def at_step(run: RunConfig, step: int | None) -> RunConfig:
+    """The same run with its state as it was after `step`: a commit that is kept, or the last one; None: the last one.
+
+    Raises UserError for another step. What comes back is for reading only.
+    """
+    if step is None:
+        return run
+    root, *others = root_first(run.tiers.nvme)
+    manifest, kept = read_manifest(root), kept_steps(root)
+    if step in kept:
+        folders = tuple(kept_folders(find_drives(root, manifest, others), step))
+        return run.model_copy(update={"tiers": run.tiers.model_copy(update={"nvme": folders})})
+    if step != manifest.step:
+        there = ", ".join(map(str, kept)) or "none"
+        raise UserError(
+            f"--step {step}: {root} does not have it: the last commit is step {manifest.step}, kept are {there}. "
+            "Fix: one of these"
+        )
     return run
 
 
@@ -81,6 +104,10 @@ class CommitWatch:
 
     def _look(self) -> tuple[object, int | None]:
         self._looked_s = time.monotonic()
+        root = self._run.tiers.nvme[0]
+        if is_kept(root) and not has_state(root):
+            raise UserError(f"{root}: the training has removed this kept commit. Fix: a step that is kept longer, or a "
+                            "larger train.keep")  # fmt: skip
         with open_store(self._run) as store:
             slots = [store.read_extents(name, 0, block.nbytes) for name, block in store.blocks.items()]
             return (dict(store.run), slots), store.step
@@ -95,9 +122,13 @@ def forward_tiers(run: RunConfig, units: Units, watch: CommitWatch) -> Iterator[
     store = open_store(run)
     engine, _ = choose_engine(run.tiers.engine, store.root)
     with Manager(forward_plan(run, units), store, engine, _no_update, serial=run.tiers.serial) as manager:
-        manager.load()
-        yield manager
-        manager.pipeline.drain()
+        try:
+            manager.load()
+            yield manager
+            manager.pipeline.drain()
+        except DamagedStateError:
+            watch.check()  # of a kept commit that was removed meanwhile its files are missing
+            raise
         watch.check()
 
 
@@ -135,9 +166,13 @@ class Committed:
             for extent, start, stop in self.store.read_extents(block, at, min(at + REQUEST_BYTES, last))
             for view in [self._arena.view(start - first, stop - first)]
         ]
-        for future, start, view in requests:
-            future.result()  # one request of this part
-            self.store.compare(block, start, view)
+        try:
+            for future, start, view in requests:
+                future.result()  # one request of this part
+                self.store.compare(block, start, view)
+        except DamagedStateError:
+            self.watch.check()  # of a kept commit that was removed meanwhile its files are missing
+            raise
         whole = self._arena.tensor(0, last - first).view(torch.float32)
         return whole[(begin - first) // 4 : (end - first) // 4]
 

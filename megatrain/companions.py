@@ -22,6 +22,7 @@ from megatrain import __version__
 from megatrain.committed import Committed
 from megatrain.config import TOKENIZER_FILE, RunConfig
 from megatrain.model import Units
+from megatrain.schedules import schedule_words
 from megatrain.sizes import format_count
 
 GENERATION = "generation_config.json"
@@ -125,7 +126,7 @@ def _loss_at(run_dir: Path, step: int) -> float | None:
     """The loss that the log has for a step; a resumed run may have logged it twice, the later row counts."""
     try:
         rows = [json.loads(line) for line in (run_dir / LOG_FILE).read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     losses = [row["loss"] for row in rows if row.get("step") == step]
     return losses[-1] if losses else None
@@ -167,6 +168,7 @@ def model_card(
         "tokens": f"{tokens:,} ({run.train.batch} sequences of {run.data.seq_len} a step)",
         "training loss of that step": None if loss is None else f"{loss:.4f}",
         "optimizer": f"AdamW, lr {optimizer.lr:g}, betas {optimizer.betas}, weight decay {optimizer.weight_decay:g}",
+        "learning rate": schedule_words(optimizer) or None,
         "precision": f"trained in float32, stored as {str(dtype).removeprefix('torch.')}",
         "made with": f"megatrain {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
     }

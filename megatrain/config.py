@@ -2,16 +2,13 @@
 
 Scope: the sections as frozen models, `load_run` and `dump_run`, the files that a run needs (`check_files`), the items
 that decide its numbers (`numerics`).
-Not here: YAML syntax (`megatrain/runfile.py`), the wording of faults (`megatrain/faults.py`), reading the data
-(`megatrain/data/`), how much memory `auto` is (`megatrain/trainer.py`).
+Not here: how one value is read (`megatrain/values.py`), YAML syntax (`megatrain/runfile.py`), the wording of faults
+(`megatrain/faults.py`), reading the data (`megatrain/data/`), how much memory `auto` is (`megatrain/trainer.py`).
 """
 
-import json
 import math
 import os
-import re
-import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -21,20 +18,34 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    StrictFloat,
-    StrictInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
-from megatrain.data.chat_sources import HUB_PREFIX
 from megatrain.data.files import check_data_files
 from megatrain.errors import UserError
 from megatrain.faults import describe
 from megatrain.model_folder import local_folder, read_config
 from megatrain.runfile import overlay, read_mapping, write_mapping
-from megatrain.sizes import parse_size
+from megatrain.values import (
+    AutoSize,
+    AutoSteps,
+    DataPath,
+    FilePath,
+    Float,
+    HeldOut,
+    Int,
+    ModelSource,
+    Patterns,
+    Rows,
+    Share,
+    Warmup,
+    as_list,
+    escape,
+    expand_path,
+)
+from megatrain.vocabulary import rows_wanted, with_rows
 
 BYTES: Final = "bytes"
 MOST_DRIVES: Final = 36
@@ -42,120 +53,9 @@ TOKENIZER_FILE = "tokenizer.json"
 RUN_FILE = "run.yaml"
 """In the run folder: the run with every default resolved."""
 _KEYS_OF_KIND = {"chat": ("datasets", "split", "chat_template", "train_on", "packing"), "tokens": ("dtype",)}
+_LATER_KEYS = {"no_decay", "schedule", "warmup_steps", "schedule_steps", "min_lr"}
 _NUMERIC_OF_KIND = {"chat": ("train_on", "packing")}
-_VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|(?P<name>\w+)|\{(?P<braced>\w+)\})")
-
-
-def expand_path(text: object) -> str:
-    """An absolute path (or pattern) from what was typed: `~`, `$NAME` and `${NAME}` expand, `$$` is a dollar sign.
-
-    `$PYTHON_STDLIB` is the folder of Python's standard library unless the environment says otherwise.
-    """
-    if isinstance(text, Path):
-        return str(text.absolute())
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ValueError(f"{text!r} is not allowed: must be a path")
-
-    def value_of(match: re.Match[str]) -> str:
-        if match["escaped"]:
-            return "$"
-        name = match["name"] or match["braced"]
-        value = os.environ.get(name, sysconfig.get_path("stdlib") if name == "PYTHON_STDLIB" else None)
-        if value is None:
-            raise ValueError(f"{text!r} is not allowed: the environment variable {name} is not set")
-        return value
-
-    try:
-        home = str(Path(text.strip()).expanduser())
-    except RuntimeError:
-        raise ValueError(f"{text!r} is not allowed: that user has no home folder") from None
-    return str(Path(_VARIABLE.sub(value_of, home)).absolute())
-
-
-def _number(value: object) -> object:
-    """Numbers as people type them: text that is a number is one, true and false are none."""
-    if isinstance(value, bool):
-        raise ValueError(f"{value!r} is not allowed: must be a number")
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"{value!r} is not allowed: must be a number") from None
-    return value
-
-
-def _size(value: object) -> int:
-    nbytes = parse_size(value)
-    if nbytes == 0:
-        raise ValueError(f"{value!r} is not allowed: must be > 0")
-    return nbytes
-
-
-def _auto_or(convert: Callable[[object], object]) -> Callable[[object], object]:
-    return lambda value: None if value is None or value == "auto" else convert(value)
-
-
-def _model_config(value: object) -> object:
-    """An inline configuration as plain JSON, or the path of one."""
-    if not isinstance(value, dict):
-        return None if value is None else Path(expand_path(value))
-    if not isinstance(value.get("model_type"), str):
-        raise ValueError("has no `model_type`. Fix: name the architecture, for example model_type: llama")
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"holds something that JSON cannot: {error}") from None
-
-
-def _share(value: object) -> object:
-    return "auto" if value is None or value == "auto" else _number(value)
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str | Path) else value
-
-
-def _escape(path: object) -> str:
-    return str(path).replace("$", "$$")
-
-
-def _data_path(value: object) -> str:
-    return value if isinstance(value, str) and value.startswith(HUB_PREFIX) else expand_path(value)
-
-
-def _validation(value: object) -> object:
-    """A number of rows, a share of them, or the path of other data."""
-    if value is None or isinstance(value, Path):
-        return value
-    try:
-        number = _number(value)
-    except ValueError:
-        if isinstance(value, bool):
-            raise
-        return Path(expand_path(value))
-    if isinstance(number, int) and number < 1:
-        raise ValueError(f"{number!r} is not allowed: must be >= 1 rows, a share such as 0.05, or a path")
-    if isinstance(number, float) and not 0 < number <= 1:
-        raise ValueError(f"{number!r} is not allowed: a share must be > 0 and <= 1")
-    return number
-
-
-def _as_written(value: object) -> object:
-    return _escape(value) if isinstance(value, Path) else value
-
-
-# Typed text goes through `expand_path` once; `_escape` keeps a literal dollar sign when the run is written again.
-_PathText = Annotated[str, BeforeValidator(expand_path), PlainSerializer(_escape)]
-_Path = Annotated[Path, BeforeValidator(expand_path), PlainSerializer(_escape)]
-_DataPath = Annotated[str, BeforeValidator(_data_path), PlainSerializer(_escape)]
-_Int = Annotated[int, BeforeValidator(_number)]
-_Float = Annotated[float, BeforeValidator(_number)]
-_Unit = Annotated[_Float, Field(ge=0, lt=1)]
-_Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_list)]
+_Unit = Annotated[Float, Field(ge=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -164,16 +64,15 @@ class _Section(BaseModel):
 
 class ModelConfig(_Section):
     """What is trained: an architecture from scratch (`config`) or a model folder (`path`); exactly one of the two.
-    Parameters whose names match a pattern of `freeze` stay as they are.
+    Parameters whose names match a pattern of `freeze` stay as they are. `resize_vocabulary` and `pad_to_multiple_of`
+    count rows of the tables of tokens.
     """
 
-    config: Annotated[
-        dict[str, Any] | Path | None,
-        BeforeValidator(_model_config),
-        PlainSerializer(lambda value: _escape(value) if isinstance(value, Path) else value),
-    ] = None
-    path: _Path | None = None
-    freeze: _Patterns = ()
+    config: ModelSource = None
+    path: FilePath | None = None
+    freeze: Patterns = ()
+    resize_vocabulary: Rows = None
+    pad_to_multiple_of: Annotated[Int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "ModelConfig":
@@ -183,40 +82,45 @@ class ModelConfig(_Section):
                 f"exactly one of `model.config` and `model.path` is needed, {found}. Fix: `config` starts "
                 "from scratch, `path` continues from a model folder"
             )
+        for key in ("resize_vocabulary", "pad_to_multiple_of"):
+            if self.path is None and getattr(self, key) is not None:
+                raise ValueError(f"`{key}` is for `path`. Fix: leave it out, and set `vocab_size` in `config`")
         return self
 
     def json_config(self) -> dict[str, Any]:
-        """The Hugging Face configuration as JSON, wherever it is kept. Raises UserError when it cannot be read."""
+        """The Hugging Face configuration of what is trained, as JSON. Raises UserError when it cannot be read."""
         if isinstance(self.config, dict):
             return self.config
         key, file = ("model.path", self.path) if self.path is not None else ("model.config", self.config)
         assert file is not None
-        return read_config(key, file)
+        content = read_config(key, file)
+        return content if self.rows is None else with_rows(content, self.rows)
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the token tables, once `load_run` has resolved them; None: as many as the folder has."""
+        return self.resize_vocabulary if isinstance(self.resize_vocabulary, int) else None
 
 
 class DataConfig(_Section):
     """What it is trained on: windows of text or of ready token ids, or the answers of conversations."""
 
     kind: Literal["text", "chat", "tokens"] = "text"
-    paths: Annotated[tuple[_DataPath, ...], BeforeValidator(_as_list), Field(min_length=1)]
-    datasets: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    paths: Annotated[tuple[DataPath, ...], BeforeValidator(as_list), Field(min_length=1)]
+    datasets: Annotated[tuple[str, ...], BeforeValidator(as_list)] = ()
     split: Annotated[str, Field(min_length=1)] = "train"
     dtype: Literal["uint16", "uint32", "int32"] | None = None
     tokenizer: Annotated[
         Literal["bytes"] | Path,
         BeforeValidator(lambda v: v if v == BYTES else Path(expand_path(v))),
-        PlainSerializer(lambda value: BYTES if value == BYTES else _escape(value)),
+        PlainSerializer(lambda value: BYTES if value == BYTES else escape(value)),
     ] = BYTES
-    chat_template: _Path | None = None
+    chat_template: FilePath | None = None
     train_on: Literal["assistant", "all"] = "assistant"
-    seq_len: Annotated[_Int, Field(ge=2)]
+    seq_len: Annotated[Int, Field(ge=2)]
     packing: bool = False
-    validation: Annotated[
-        StrictInt | StrictFloat | Path | None,
-        BeforeValidator(_validation),
-        PlainSerializer(_as_written),
-    ] = None
-    validation_max: Annotated[_Int, Field(ge=1)] | None = None
+    validation: HeldOut = None
+    validation_max: Annotated[Int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> "DataConfig":
@@ -243,16 +147,27 @@ class DataConfig(_Section):
 class TrainConfig(_Section):
     """How long and in what portions; `batch` and `micro_batch` count sequences, `loss_chunk` counts tokens,
     `commit_every` steps (None: as the run finds it cheap) and `eval_every` steps too (0: after the last one alone).
+    `keep` is a number of commits, `keep_every` steps.
     """
 
-    steps: Annotated[_Int, Field(ge=1)]
-    batch: Annotated[_Int, Field(ge=1)]
-    micro_batch: Annotated[_Int, Field(ge=1, default_factory=lambda earlier: earlier["batch"])]
-    loss_chunk: Annotated[_Int, Field(ge=1)] | None = None
-    max_grad_norm: Annotated[_Float, Field(gt=0)] | None = None
-    seed: Annotated[_Int, Field(ge=0, lt=2**63)] = 0
-    commit_every: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_auto_or(_number))] = None
-    eval_every: Annotated[_Int, Field(ge=0)] = 0
+    steps: Annotated[Int, Field(ge=1, lt=2**63)]
+    batch: Annotated[Int, Field(ge=1)]
+    micro_batch: Annotated[Int, Field(ge=1, default_factory=lambda earlier: earlier["batch"])]
+    loss_chunk: Annotated[Int, Field(ge=1)] | None = None
+    max_grad_norm: Annotated[Float, Field(gt=0)] | None = None
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
+    commit_every: AutoSteps = None
+    eval_every: Annotated[Int, Field(ge=0)] = 0
+    keep: Annotated[Int, Field(ge=0)] = 0
+    keep_every: Annotated[Int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _keep_says_when(self) -> "TrainConfig":
+        if self.keep and self.keep_every is None:
+            raise ValueError(f"keep: {self.keep} commits are to be kept, and nothing says which. Fix: keep_every: 1000")
+        if self.keep_every is not None and not self.keep:
+            raise ValueError(f"keep_every: {self.keep_every}, and keep is 0. Fix: keep: 1, or leave keep_every out")
+        return self
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> "TrainConfig":
@@ -267,27 +182,48 @@ class TrainConfig(_Section):
 
 class OptimizerConfig(_Section):
     """AdamW as `torch.optim.AdamW` defines it, with its defaults except for the learning rate. Parameters whose names
-    match a pattern of `no_decay` have no weight decay.
+    match a pattern of `no_decay` have no weight decay. `schedule` is one of `transformers.get_scheduler`; `load_run`
+    makes a share in `warmup_steps` a number, and sets `schedule_steps` where the rate decays.
     """
 
-    lr: Annotated[_Float, Field(ge=0)] = 3e-4
+    lr: Annotated[Float, Field(ge=0)] = 3e-4
     betas: tuple[_Unit, _Unit] = (0.9, 0.999)
-    eps: Annotated[_Float, Field(ge=0)] = 1e-8
-    weight_decay: Annotated[_Float, Field(ge=0)] = 0.01
-    no_decay: _Patterns = ()
+    eps: Annotated[Float, Field(ge=0)] = 1e-8
+    weight_decay: Annotated[Float, Field(ge=0)] = 0.01
+    no_decay: Patterns = ()
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "constant"
+    warmup_steps: Warmup = 0
+    schedule_steps: Annotated[Int, Field(ge=1, lt=2**63)] | None = None
+    min_lr: Annotated[Float, Field(ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _fits_its_schedule(self) -> "OptimizerConfig":
+        has_floor = self.schedule == "cosine_with_min_lr"
+        if self.min_lr and not has_floor:
+            raise ValueError(
+                f"`min_lr` is for `schedule: cosine_with_min_lr`, this is `{self.schedule}`. Fix: leave it out"
+            )
+        if has_floor and not 0 < self.lr >= self.min_lr:
+            raise ValueError(
+                f"`min_lr` is {self.min_lr:g}, `lr` {self.lr:g}: `cosine_with_min_lr` falls from an lr > 0 to a "
+                "min_lr that is not above it. Fix: a lower min_lr"
+            )
+        if self.schedule_steps is not None and self.schedule == "constant" and isinstance(self.warmup_steps, int):
+            raise ValueError("`schedule_steps` is how long a schedule is, and nothing asks for it. Fix: leave it out")
+        return self
 
 
 class TiersConfig(_Section):
     """Where the training state lives; sizes are bytes, None is decided when the run starts."""
 
-    host_memory: Annotated[int | None, BeforeValidator(_auto_or(_size))] = None
-    device_memory: Annotated[int | None, BeforeValidator(_auto_or(_size))] = None
-    nvme: Annotated[tuple[_Path, ...], BeforeValidator(_as_list), Field(min_length=1)]
+    host_memory: AutoSize = None
+    device_memory: AutoSize = None
+    nvme: Annotated[tuple[FilePath, ...], BeforeValidator(as_list), Field(min_length=1)]
     engine: Literal["auto", "posix", "kvikio"] = "auto"
-    resident: Annotated[Literal["auto"] | float, BeforeValidator(_share)] = "auto"
-    late_updates: Annotated[Literal["auto"] | float, BeforeValidator(_share)] = "auto"
+    resident: Share = "auto"
+    late_updates: Share = "auto"
     serial: bool = False
-    hardware: _Path | None = None
+    hardware: FilePath | None = None
 
     @field_validator("resident", "late_updates")
     @classmethod
@@ -313,7 +249,7 @@ class TiersConfig(_Section):
 class OutputConfig(_Section):
     """Where the run's own files go: log, trace, run file, token cache."""
 
-    dir: _Path
+    dir: FilePath
 
 
 class RunConfig(_Section):
@@ -356,17 +292,18 @@ class RunConfig(_Section):
     def numerics(self) -> dict[str, Any]:
         """The JSON-able items that decide the numbers of a run, apart from what the data holds.
 
-        Placement, paths, `train.steps` and `train.commit_every` are not among them: a run may be moved or lengthened.
+        Placement, paths, `train.steps`, when it commits and what it keeps are not among them: a run may be moved or
+        lengthened.
         What the data holds is for `StepBatches.fingerprint()`, which covers the files, their order and the tokenizer.
         """
         train = self.train.model_dump(mode="json", include={"batch", "micro_batch", "max_grad_norm", "seed"})
         extra = _NUMERIC_OF_KIND.get(self.data.kind, ())
         model: dict[str, Any] = {"config": self.model.json_config(), "from_scratch": self.model.path is None}
-        optimizer = self.optimizer.model_dump(mode="json", exclude={"no_decay"})
+        optimizer = self.optimizer.model_dump(mode="json", exclude=_LATER_KEYS)
         # What is not set is no item: stores that were made before there was such a key go on.
         train |= self.train.model_dump(mode="json", include={"loss_chunk"}, exclude_defaults=True)
         model |= self.model.model_dump(mode="json", include={"freeze"}, exclude_defaults=True)
-        optimizer |= self.optimizer.model_dump(mode="json", include={"no_decay"}, exclude_defaults=True)
+        optimizer |= self.optimizer.model_dump(mode="json", include=_LATER_KEYS, exclude_defaults=True)
         return {
             "model": model,
             "data": self.data.model_dump(mode="json", include={"kind", "seq_len", *extra}),
@@ -390,9 +327,31 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         model["path"] = local_folder(model["path"])
         data.setdefault("tokenizer", model["path"])  # a trained model is of use only with the tokenizer beside it
     try:
-        return RunConfig.model_validate(tree)
+        run = RunConfig.model_validate(tree)
     except ValidationError as error:
         raise UserError("\n".join(describe(error, RunConfig, str(path), overridden))) from None
+    return _with_schedule(_with_vocabulary(run))
+
+
+def _with_vocabulary(run: RunConfig) -> RunConfig:
+    """`model.resize_vocabulary` as the number of rows that it comes to."""
+    asked, multiple = run.model.resize_vocabulary, run.model.pad_to_multiple_of
+    if asked is None and multiple is None:
+        return run
+    content = run.model.json_config()
+    rows = rows_wanted(asked, multiple, content, run.data.tokenizer_file)
+    return run.model_copy(update={"model": run.model.model_copy(update={"resize_vocabulary": rows})})
+
+
+def _with_schedule(run: RunConfig) -> RunConfig:
+    """Without a share in `optimizer.warmup_steps`, rounded as transformers does; with the length of a decay."""
+    optimizer = run.optimizer
+    length, warmup = optimizer.schedule_steps or run.train.steps, optimizer.warmup_steps
+    resolved = {
+        "warmup_steps": warmup if isinstance(warmup, int) else math.ceil(length * warmup),
+        "schedule_steps": None if optimizer.schedule == "constant" else length,
+    }
+    return run.model_copy(update={"optimizer": optimizer.model_copy(update=resolved)})
 
 
 def dump_run(run: RunConfig) -> str:

@@ -13,6 +13,7 @@ from megatrain.config import RunConfig
 from megatrain.inputs import Inputs
 from megatrain.model import Slice, Units
 from megatrain.optim import GradientNorm, NonFiniteError, Update, clip_scale
+from megatrain.schedules import lr_at
 from megatrain.stream import StreamedModel
 from tiering.manager import Manager
 
@@ -22,9 +23,12 @@ MAX_SKIPPED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """loss: mean over the step's supervised tokens. grad_norm: before clipping. skipped: the first bad tensor."""
+    """loss: mean over the step's supervised tokens. lr: of its update. grad_norm: before clipping. skipped: the first
+    bad tensor.
+    """
 
     loss: float
+    lr: float
     grad_norm: float
     clipped: bool
     skipped: str | None = None
@@ -89,15 +93,17 @@ class StepEngine:
         if not self.clips:
             if self._late:
                 self._pending = Update(step=self.updates, scale=None)
-            return StepResult(loss=loss, grad_norm=total.item(), clipped=False)
+            lr = lr_at(self.run.optimizer, self.updates)
+            return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=False)
+        lr = lr_at(self.run.optimizer, self.updates + 1)  # a skipped step leaves it to the next one
         if bad is not None or not torch.isfinite(total):
-            return StepResult(loss=loss, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
+            return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
         self._skipped_in_a_row = 0
         assert self.run.train.max_grad_norm is not None
         scale = clip_scale(total, self.run.train.max_grad_norm)
         self.updates += 1
         self._pending = Update(step=self.updates, scale=scale)
-        return StepResult(loss=loss, grad_norm=total.item(), clipped=bool(scale < 1))
+        return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=bool(scale < 1))
 
     def _skip(self, bad: str | None) -> str:
         self._skipped_in_a_row += 1

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatrain.checkpoint import Checkpoint
-from megatrain.committed import LOOK_S, CommitWatch, forward_tiers, run_of
-from megatrain.config import BYTES, RUN_FILE, TOKENIZER_FILE, DataConfig, ModelConfig, RunConfig, expand_path
+from megatrain.committed import LOOK_S, CommitWatch, at_step, forward_tiers, run_of
+from megatrain.config import BYTES, RUN_FILE, TOKENIZER_FILE, DataConfig, ModelConfig, RunConfig
 from megatrain.data import batches_in_order, open_data
 from megatrain.data.batch import Rows
 from megatrain.errors import UserError
@@ -33,6 +33,7 @@ from megatrain.run_model import build_units, run_units
 from megatrain.sizes import format_seconds, format_size
 from megatrain.stream import Lend, StreamedModel
 from megatrain.validation import mean_loss
+from megatrain.values import expand_path
 from tiering.arena import Arena
 
 SEQ_LEN = 512
@@ -100,13 +101,15 @@ def evaluate(
     seq_len: int | None = None,
     batch: int | None = None,
     tokenizer: str | None = None,
+    step: int | None = None,
     console: Console,
 ) -> Evaluation:
-    """Evaluate a run folder or a model folder on files, folders or patterns. None: the run's own setting.
+    """Evaluate a run folder or a model folder on files, folders or patterns. None: the run's own setting; step: of a
+    run's commit, None for the last one.
 
     Raises UserError or a TieringError. Weights, state and random numbers are as before.
     """
-    subject = _subject(source)
+    subject = _subject(source, step)
     settings = _settings(subject.data, data, kind, seq_len, tokenizer)
     longest = getattr(subject.units.model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and settings.seq_len > longest:
@@ -213,9 +216,11 @@ def render(found: Evaluation, console: Console) -> None:
     )
 
 
-def _subject(source: Path) -> Subject:
+def _subject(source: Path, step: int | None) -> Subject:
     if (source / RUN_FILE).is_file():
-        return _run_subject(source)
+        return _run_subject(source, step)
+    if step is not None:
+        raise UserError(f"--step {step}: {source} is no run folder, so it has no commits. Fix: leave it out")
     if (source / "config.json").is_file():
         return _folder_subject(source)
     raise UserError(
@@ -224,8 +229,8 @@ def _subject(source: Path) -> Subject:
     )
 
 
-def _run_subject(run_dir: Path) -> Subject:
-    run = run_of(run_dir)
+def _run_subject(run_dir: Path, step: int | None) -> Subject:
+    run = at_step(run_of(run_dir), step)
     units = run_units(run.model)
     watch = CommitWatch(run)
     if watch.step is None:

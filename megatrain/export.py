@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatrain.checkpoint import persistent_buffers
-from megatrain.committed import LOOK_S, Committed, run_of
+from megatrain.committed import LOOK_S, Committed, at_step, run_of
 from megatrain.companions import write_companions
 from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
@@ -32,13 +32,23 @@ COMPANION_BYTES = 64 << 20
 """Room for the files beside the weights; tokenizers take some MiB."""
 
 
-def export(run_dir: Path, out: Path, *, dtype: str, max_shard_bytes: int, force: bool, console: Console) -> list[Path]:
-    """Write the model of the last commit to the folder `out`; returns the weight files.
+def export(
+    run_dir: Path,
+    out: Path,
+    *,
+    dtype: str,
+    max_shard_bytes: int,
+    force: bool,
+    step: int | None = None,
+    console: Console,
+) -> list[Path]:
+    """Write the model of a commit to the folder `out`; returns the weight files. step: None for the last commit.
 
     Raises UserError or a TieringError; then `out` is what it was before.
     """
     run = run_of(run_dir)
     target = refuse_place(out, folders_of(run), force=force)
+    run = at_step(run, step)
     units = run_units(run.model)
     with Committed(run, units) as state:
         tensors = ModelTensors(state, units, DTYPES[dtype])

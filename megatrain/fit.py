@@ -33,7 +33,8 @@ def refuse_early(run: RunConfig) -> None:
     config = run.model.json_config()
     sizes = unit_sizes(config)
     costs = estimate(config, run.train.micro_batch, run.data.seq_len)
-    if sizes is not None and costs is not None:
+    known = not run.model.freeze  # which parameters are frozen, so take no gradients, only the model's names tell
+    if known and sizes is not None and costs is not None:
         micro_batches = run.train.batch // run.train.micro_batch
         inputs = {name: micro_batches * cost.input_bytes for name, cost in costs.items()}
         refuse_budget(run, [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes])

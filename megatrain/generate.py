@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from megatrain.committed import LOOK_S, CommitWatch, forward_tiers, run_of
+from megatrain.committed import LOOK_S, CommitWatch, at_step, forward_tiers, run_of
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.run_model import run_units
@@ -20,10 +20,20 @@ from megatrain.stream import StreamedModel
 
 
 def generate(
-    run_dir: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, console: Console
+    run_dir: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    step: int | None = None,
+    console: Console,
 ) -> str:
-    """The prompt and what the model of the last commit goes on with. Raises UserError or a TieringError."""
-    run = run_of(run_dir)
+    """The prompt and what the model of a commit goes on with; step: None for the last commit.
+
+    Raises UserError or a TieringError.
+    """
+    run = at_step(run_of(run_dir), step)
     units = run_units(run.model)
     tokens = encode(run, prompt)
     if not tokens:

@@ -31,6 +31,9 @@ ALIGN = 16
 """Elements: tensors start at multiples of 64 bytes, as torch's own allocations do; kernels then give the same bits."""
 
 
+MOST_LAYERS = 10_000
+"""Ten times those of the deepest models."""
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 FROZEN = ".frozen"
 """Ends the name of the unit that owns the frozen parameters of another."""
 
@@ -138,6 +141,7 @@ def model_config(content: Mapping[str, Any]) -> PretrainedConfig:
             f"model.config: {content['model_type']} brings code of its own (auto_map), and such code is not run here. "
             "Fix: a release of transformers that knows this architecture, if there is one"
         )
+    _refuse_endless(content)
     values = {key: value for key, value in content.items() if key not in ("model_type", "dtype", "torch_dtype")}
     try:
         config = AutoConfig.for_model(content["model_type"], **values)
@@ -149,6 +153,17 @@ def model_config(content: Mapping[str, Any]) -> PretrainedConfig:
     config.dtype = torch.float32
     config.use_cache = False
     return config
+
+
+def _refuse_endless(content: Mapping[str, Any]) -> None:
+    """Raises UserError for more layers than any model has: their modules alone would take hours to make."""
+    for values in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key in LAYER_KEYS:
+            found = values.get(key)
+            if isinstance(found, int | float) and found > MOST_LAYERS:
+                raise UserError(
+                    f"model.config: {key} is {found}, and a model has at most {MOST_LAYERS} layers here. Fix: {key}"
+                )
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:

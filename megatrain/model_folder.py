@@ -57,7 +57,7 @@ def read_config(key: str, file: Path) -> dict[str, Any]:
         raise UserError(
             f"{key}: {file} cannot be read: {error.strerror}. Fix: give the path of a model's config.json"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{key}: {file} is not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UserError(f"{key}: {file} has no `model_type`; it is not the configuration of a model")

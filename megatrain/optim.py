@@ -2,7 +2,7 @@
 
 Scope: `TiledAdamW` (the fused kernel on the parts of parameters that lie in a tile), `GradientNorm` (as
 `clip_grad_norm_`), the error for a gradient that is not finite.
-Not here: when a tile is updated (`programs.py`, `tiering`), learning-rate settings (`config.py`).
+Not here: when a tile is updated (`programs.py`, `tiering`), the learning rate of a step (`schedules.py`).
 
 Source of the equality: the fused CPU kernel works in units of 16 elements, so cutting a tensor at multiples of 16
 elements from its start leaves every element on the same code path; norms are taken of whole parameters.
@@ -18,6 +18,7 @@ from megatrain.config import OptimizerConfig
 from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
 from megatrain.programs import block_name
+from megatrain.schedules import lr_at
 from tiering.errors import TieringError
 from tiering.schedule import Action
 
@@ -81,7 +82,7 @@ class TiledAdamW:
             square,
             [],
             [step] * len(parts),
-            lr=self.config.lr,
+            lr=lr_at(self.config, update.step),
             beta1=self.config.betas[0],
             beta2=self.config.betas[1],
             weight_decay=weight_decay,

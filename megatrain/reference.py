@@ -11,14 +11,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from transformers import get_scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Losses and gradient norms by step; the trained model, and both moments by parameter name."""
+    """Losses, gradient norms and learning rates by step; the trained model, and both moments by parameter name."""
 
     losses: list[float]
     grad_norms: list[float]
+    lrs: list[float]
     model: torch.nn.Module
     exp_avg: dict[str, torch.Tensor]
     exp_avg_sq: dict[str, torch.Tensor]
@@ -34,12 +36,14 @@ def train_plain(
     progress: Callable[[int], None],
     loss_chunk: int | None = None,
     no_decay: Sequence[str] = (),
+    schedule: Mapping[str, Any] | None = None,
 ) -> Reference:
     """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
 
     optimizer: arguments of `torch.optim.AdamW`. A parameter that no token reached has gradient zero, not none.
     loss_chunk: tokens of a micro-batch whose loss is computed at a time; None: all, by the model itself. no_decay:
-    patterns of the names of parameters without weight decay.
+    patterns of the names of parameters without weight decay. schedule: arguments of `transformers.get_scheduler`; None:
+    the learning rate stays as it is.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in no_decay)]
@@ -48,8 +52,10 @@ def train_plain(
         {"params": [named[name] for name in kept], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **optimizer)
+    scheduler = get_scheduler(optimizer=adamw, **(schedule or {"name": "constant"}))
     losses: list[float] = []
     grad_norms: list[float] = []
+    lrs: list[float] = []
     model.train()
     for number, batch in enumerate(batches):
         supervised = int((batch["labels"][:, 1:] != -100).sum())
@@ -71,13 +77,16 @@ def train_plain(
         else:
             norm = torch.nn.utils.clip_grad_norm_(named.values(), max_grad_norm)
         grad_norms.append(norm.item())
+        lrs.append(adamw.param_groups[0]["lr"])
         adamw.step()
+        scheduler.step()
         adamw.zero_grad()
         progress(number)
     moments = {name: adamw.state[parameter] for name, parameter in named.items()}
     return Reference(
         losses=losses,
         grad_norms=grad_norms,
+        lrs=lrs,
         model=model,
         exp_avg={name: state["exp_avg"] for name, state in moments.items()},
         exp_avg_sq={name: state["exp_avg_sq"] for name, state in moments.items()},

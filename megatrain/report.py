@@ -12,9 +12,11 @@ from rich.console import Console
 
 from megatrain.catalog.shapes import active_parameters
 from megatrain.config import RunConfig
+from megatrain.keeping import keep_lines
 from megatrain.model import Units
 from megatrain.optim import undecayed
 from megatrain.prepare import Prepared, prepare
+from megatrain.schedules import schedule_lines
 from megatrain.tierplan.forecast import Assumption, Forecast, Memory
 from megatrain.tierplan.question import assumed_rates
 from megatrain.tierplan.tables import render
@@ -60,6 +62,8 @@ class PlanReport:
             notes=(
                 "units timed one by one" if prepared.times else "compute reckoned from flops",
                 *parameter_groups(prepared.units, run.optimizer.no_decay),
+                *schedule_lines(run),
+                *keep_lines(prepared),
             ),
         )
 

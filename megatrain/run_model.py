@@ -7,6 +7,7 @@ Not here: each of them (`model.py`, `checkpoint.py`), the plan (`prepare.py`).
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import ModelConfig
 from megatrain.model import Units, build, find_units, model_config
+from megatrain.model_folder import read_config
 
 
 def build_units(model: ModelConfig) -> Units:
@@ -16,7 +17,12 @@ def build_units(model: ModelConfig) -> Units:
 
 def open_checkpoint(model: ModelConfig, units: Units) -> Checkpoint | None:
     """The folder that the first weights are in, if they are in one; loads its buffers into the model."""
-    return Checkpoint(model.path, units) if model.path is not None else None
+    if model.path is None:
+        return None
+    if model.rows is None:
+        return Checkpoint(model.path, units)
+    stored = model_config(read_config("model.path", model.path)).get_text_config().vocab_size
+    return Checkpoint(model.path, units, stored_rows=stored)
 
 
 def run_units(model: ModelConfig) -> Units:

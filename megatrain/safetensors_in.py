@@ -97,7 +97,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         if long is not None:
             raise ValueError(f"no file can be called {long[:40]}...")
         return found
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"model.path: {index} is not a safetensors index: {error}. Fix: download it again") from error
 
 
@@ -164,7 +164,7 @@ def _whole_size(file: Path) -> int | None:
             header = json.loads(stream.read(length))
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         return 8 + length + int(max(ends, default=0))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError, OverflowError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, MemoryError, OverflowError, RecursionError):
         return None
 
 

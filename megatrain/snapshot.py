@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from rich.console import Console
 
 from megatrain import __version__
-from megatrain.committed import LOOK_S, PIECE_BYTES, Committed, run_of
+from megatrain.committed import LOOK_S, PIECE_BYTES, Committed, at_step, run_of
 from megatrain.config import RUN_FILE, RunConfig, dump_run
 from megatrain.errors import UserError
 from megatrain.export import progress_bar
@@ -67,13 +67,14 @@ class Snapshot(BaseModel):
     config: dict[str, JsonValue]
 
 
-def export_snapshot(run_dir: Path, out: Path, *, force: bool, console: Console) -> Path:
-    """Write weights and moments of the last commit to the folder `out`; returns it.
+def export_snapshot(run_dir: Path, out: Path, *, force: bool, step: int | None = None, console: Console) -> Path:
+    """Write weights and moments of a commit to the folder `out`; returns it. step: None for the last commit.
 
     Raises UserError or a TieringError; then `out` is what it was before.
     """
     run = run_of(run_dir)
     target = refuse_place(out, folders_of(run), force=force)
+    run = at_step(run, step)
     units = run_units(run.model)
     nbytes = _snapshot_bytes(units)
     with (

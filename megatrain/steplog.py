@@ -25,6 +25,7 @@ from tiering.trace import Figures
 KEYS = {
     "step": "number of the step, from 1; a row 0 has the validation before the first step, and nothing else",
     "loss": "mean over the supervised tokens of the step",
+    "lr": "learning rate of the step; a skipped step leaves it to the next one",
     "grad_norm": "global norm of the gradient, before clipping",
     "clipped": "whether the gradient was scaled down",
     "skipped": "the first tensor whose gradient is not finite, for which the step was skipped; null",

@@ -29,6 +29,7 @@ from megatrain.errors import UserError
 from megatrain.generate import decode, generate
 from megatrain.inputs import tensors
 from megatrain.interrupts import collected_interrupts
+from megatrain.keeping import Keeping, room
 from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
@@ -39,12 +40,12 @@ from megatrain.steplog import append_row, first_row, largest_stall, step_row
 from megatrain.tracing import Recording, TraceRequest, recording
 from megatrain.validation import Validation
 from tiering.drives import find_drives, has_state, root_first
-from tiering.manager import Manager, scratch_blocks, stored_blocks
+from tiering.manager import Manager
 from tiering.manifest import read_manifest
 from tiering.measure import by_drive
 from tiering.place import check_rooms
 from tiering.spread import rate_of
-from tiering.store import JSON, BlockStore, TensorSpec
+from tiering.store import JSON, TensorSpec
 from tiering.timetable import timetable
 from tiering.trace import Figures
 
@@ -63,7 +64,7 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
     report = PlanReport(prepared=prepared)
     report.render(console)
     if not resume:
-        check_rooms(_room(prepared))
+        check_rooms(room(prepared))
     console.print(_device_line(run))
     for folders in by_drive(run.tiers.nvme):
         if len(folders) > 1:
@@ -72,10 +73,11 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
     run.output.dir.mkdir(parents=True, exist_ok=True)
     data = open_run_data(prepared, run.output.dir, console)
     batches = data.batches(run.train.batch, run.train.seed)
-    (run.output.dir / RUN_FILE).write_text(dump_run(run))
-    (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
     root, *others = root_first(run.tiers.nvme)
     with open_state(prepared, batches, root, others=others, resume=resume, console=console) as manager:
+        # Only here: a resume that is refused leaves the settings that the state was made with.
+        (run.output.dir / RUN_FILE).write_text(dump_run(run))
+        (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
         console.print(manager.engine_line, markup=False, highlight=False)
         done = int(_number(manager.store.run, "step"))
         updates = int(_number(manager.store.run, "updates"))
@@ -103,10 +105,11 @@ def _goodbye(prepared: Prepared, batches: StepBatches, console: Console) -> None
         text = generate(folder, prompt, **options, console=console)
         console.print("A sample (the prompt is from the data):", style="bold")
         console.print(text, markup=False, highlight=False)
+    longer = f"train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n      {_command()} "
+    decays = run.optimizer.schedule_steps is not None  # then more steps would learn nothing
     console.print(
         f"Run folder: {folder} (log, plan, run file); state: {root_first(run.tiers.nvme)[0]} (a Zarr v3 hierarchy)\n"
-        f"Next: {_command()} train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n"
-        f"      {_command()} generate {folder} --prompt {shlex.quote(prompt)}\n"
+        f"Next: {_command()} {'' if decays else longer}generate {folder} --prompt {shlex.quote(prompt)}\n"
         f"      {_command()} verify {folder / RUN_FILE} --steps 2",
         highlight=False,
         soft_wrap=True,
@@ -144,14 +147,6 @@ def _refuse_state(run: RunConfig, resume: bool) -> None:
                         "--resume, or give the folder that the run used")  # fmt: skip
     if resume:
         find_drives(root, read_manifest(root), others)
-
-
-def _room(prepared: Prepared) -> dict[Path, int]:
-    """Bytes that the state takes in each folder, with what this plan spills."""
-    folders, rates = prepared.run.tiers.nvme, [rate_of(drive) for drive in prepared.drives]
-    durable = BlockStore.room(folders, rates, stored_blocks(prepared.plan, {}))
-    spilled = BlockStore.room(folders, rates, scratch_blocks(prepared.plan))
-    return {folder: durable[folder] + spilled[folder] for folder in folders}
 
 
 def _number(run: Mapping[str, JSON], key: str) -> float:
@@ -283,6 +278,7 @@ class _Loop:
         self.manager = manager
         self.engine = engine
         self.console = console
+        self.keeping = Keeping(prepared.run, manager, console)
         self.skipped = int(_number(manager.store.run, "skipped"))
         self.losses: list[float] = []
         self.reported = 0
@@ -299,6 +295,7 @@ class _Loop:
 
     def run(self, done: int) -> int:
         steps = self.run_config.train.steps
+        self.keeping.keep(done)  # a run may have ended between a commit and keeping it
         if done >= steps:
             self.console.print(f"Nothing to do: the state is at step {done} of {steps}.")
             return 0
@@ -318,7 +315,7 @@ class _Loop:
             for number in range(done + 1, steps + 1):
                 ends = number == steps
                 validates = self.validation.due(number)
-                commits = ends or self.pace.due(number)
+                commits = ends or self.pace.due(number) or self.keeping.due(number)
                 inputs = tensors(self.batches.batch_at(number - 1))
                 begin_s = time.perf_counter()
                 with failures_named(self.manager.store, f"step {number}"):
@@ -332,6 +329,7 @@ class _Loop:
                 try:
                     if commits or stop:
                         row["commit_s"] = self._commit(number)
+                        self.keeping.keep(number)
                     if validates and not stop:
                         row["validation_loss"] = self.validation.measure(self.engine, number, self.console)
                 finally:

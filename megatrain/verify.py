@@ -16,9 +16,9 @@ import zarr
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from megatrain.config import RunConfig
+from megatrain.config import OptimizerConfig, RunConfig
 from megatrain.data import StepBatches
-from megatrain.engine import StepEngine
+from megatrain.engine import StepEngine, StepResult
 from megatrain.inputs import tensors
 from megatrain.model import Units, first_weights, model_config
 from megatrain.prepare import Prepared, prepare
@@ -42,8 +42,8 @@ def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
         batches = open_run_batches(prepared, folders[0], console)
         plain = _plain(prepared, batches, steps, console)
         state = [folder / "state" for folder in folders]
-        losses, grad_norms = _tiered(prepared, batches, state, steps, console)
-        return _compare(prepared, plain, losses, grad_norms, state[0])
+        results = _tiered(prepared, batches, state, steps, console)
+        return _compare(prepared, plain, results, state[0])
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,14 +70,28 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
         },
         loss_chunk=run.train.loss_chunk,
         no_decay=optimizer.no_decay,
+        schedule=_scheduler(optimizer),
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
+
+
+def _scheduler(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The arguments of `transformers.get_scheduler`, which has two names for what is constant."""
+    floor = {"min_lr": optimizer.min_lr} if optimizer.schedule == "cosine_with_min_lr" else {}
+    warms_up = optimizer.schedule == "constant" and optimizer.warmup_steps
+    return {
+        "name": "constant_with_warmup" if warms_up else optimizer.schedule,
+        "num_warmup_steps": optimizer.warmup_steps,
+        "num_training_steps": optimizer.schedule_steps,
+        "scheduler_specific_kwargs": floor,
+    }
 
 
 def plain_model(units: Units, run: RunConfig) -> Any:
     """The whole model in RAM: from its folder, or with the first weights that the tiered run draws."""
     if run.model.path is not None:
-        return AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32)
+        return model if run.model.rows is None else _resized(model, run.model.rows)
     model = AutoModelForCausalLM.from_config(model_config(run.model.json_config()), dtype=torch.float32)
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -89,29 +103,36 @@ def plain_model(units: Units, run: RunConfig) -> Any:
     return model
 
 
+def _resized(model: Any, rows: int) -> Any:
+    """As transformers does it, but that new rows are the mean itself."""
+    stored = len(model.get_input_embeddings().weight)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    layers = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+    with torch.no_grad():
+        for table in {table for layer in layers for table in layer.parameters(recurse=False)}:
+            table[stored:] = table[:stored].mean(dim=0)
+    return model
+
+
 def _tiered(
     prepared: Prepared, batches: StepBatches, state: Sequence[Path], steps: int, console: Console
-) -> tuple[list[float], list[float]]:
-    losses, grad_norms = [], []
+) -> list[StepResult]:
+    results = []
     root, *others = state
     with open_state(prepared, batches, root, others=others, resume=False, console=console) as manager:
         engine = StepEngine(prepared.run, prepared.units, manager, 0)
         try:
             for step in range(steps):
-                result = engine.step(tensors(batches.batch_at(step)), last=step + 1 == steps)
-                losses.append(result.loss)
-                grad_norms.append(result.grad_norm)
+                results.append(engine.step(tensors(batches.batch_at(step)), last=step + 1 == steps))
                 console.print(f"tiered step {step + 1}/{steps}")
             engine.settle()
             manager.commit(steps, {"step": steps})
         finally:
             engine.close()
-    return losses, grad_norms
+    return results
 
 
-def _compare(
-    prepared: Prepared, plain: Reference, losses: list[float], grad_norms: list[float], root: Path
-) -> dict[str, Any]:
+def _compare(prepared: Prepared, plain: Reference, results: Sequence[StepResult], root: Path) -> dict[str, Any]:
     """Reads the committed state as any user would: through zarr."""
     named = dict(plain.model.named_parameters())
     wanted: Mapping[str, Mapping[str, torch.Tensor]] = {
@@ -132,7 +153,9 @@ def _compare(
                 if not torch.equal(found.view(torch.int32), expected.view(torch.int32)):
                     differing.append(f"{place.name} {kind}")
                     furthest[kind] = max(furthest[kind], (found - expected).abs().max().item())
-    same_numbers = losses == plain.losses and grad_norms == plain.grad_norms
+    losses, grad_norms = [result.loss for result in results], [result.grad_norm for result in results]
+    lrs = [result.lr for result in results]
+    same_numbers = losses == plain.losses and grad_norms == plain.grad_norms and lrs == plain.lrs
     report = PlanReport(prepared=prepared)
     return {
         "identical": same_numbers and not differing,
@@ -141,6 +164,8 @@ def _compare(
         "plain_losses": plain.losses,
         "grad_norms": grad_norms,
         "plain_grad_norms": plain.grad_norms,
+        "lrs": lrs,
+        "plain_lrs": plain.lrs,
         "max_abs_diff": furthest,
         "differing": differing,
         "placement": report.placement(),

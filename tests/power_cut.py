@@ -298,4 +298,5 @@ PATCHED: dict[str, Callable[..., None]] = {
     "symlink": _Calls.linked,
     "mkdir": _Calls.made_folder,
     "unlink": _Calls.unlinked,
+    "rmdir": _Calls.unlinked,
 }

@@ -280,7 +280,7 @@ def test_a_folder_of_the_bare_decoder_with_tables_that_are_computed_now_is_read(
 
 
 def test_files_of_another_format_are_named(tmp_path: Path) -> None:
-    """CK: what is there is said, and what to do."""
+    """CK-07: a file of torch, whole or half, is not opened; what is there is said, and what to do."""
     saved(tmp_path, LLAMA)
     (tmp_path / SINGLE).unlink()
     assert "no safetensors file found. Fix" in refusal(tmp_path)

@@ -129,15 +129,23 @@ def test_generate_prints_the_text_alone(invoke: Invoke, part: Any, tmp_path: Pat
     """The text goes to stdout as it is, the rest to stderr."""
 
     def generate(
-        run_dir: Path, prompt: str, *, max_new_tokens: int, temperature: float, seed: int, console: Console
+        run_dir: Path,
+        prompt: str,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        step: int | None,
+        console: Console,
     ) -> str:
         console.print("reading weights")
-        return f"{prompt}|{max_new_tokens}|{temperature}|{seed}|[bold]"
+        return f"{prompt}|{max_new_tokens}|{temperature}|{seed}|{step}|[bold]"
 
     part("generate", generate)
-    assert invoke("generate", tmp_path, "--prompt", "a b") == (0, "a b|64|0.8|0|[bold]\n", "reading weights\n")
-    code, out, _ = invoke("generate", tmp_path, "--prompt", "x", "--max-new-tokens", 3, "--temperature", 0, "--seed", 7)
-    assert (code, out) == (0, "x|3|0.0|7|[bold]\n")
+    assert invoke("generate", tmp_path, "--prompt", "a b") == (0, "a b|64|0.8|0|None|[bold]\n", "reading weights\n")
+    knobs = ("--max-new-tokens", 3, "--temperature", 0, "--seed", 7, "--step", 2)
+    code, out, _ = invoke("generate", tmp_path, "--prompt", "x", *knobs)
+    assert (code, out) == (0, "x|3|0.0|7|2|[bold]\n")
 
 
 BAD_RUNS = [

@@ -11,12 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from store_bytes import (
     IDENTITY,
+    KINDS,
     PAGE,
     block,
     blocks,
@@ -31,6 +33,7 @@ from store_bytes import (
     unlike,
 )
 
+from tiering.checksums import GRAIN_BYTES
 from tiering.errors import DamagedStateError, DiskFullError, IOFailedError, ScheduleError
 from tiering.store import BlockStore
 
@@ -231,6 +234,47 @@ def test_a_sync_that_fails_commits_nothing(tmp_path: Path) -> None:
         assert (store.step, unlike(wanted, get_all(store))) == (2, [])
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_a_commit_in_place_that_may_not_be_durable_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """I10: the sync of the folder fails after the rename: opening finds the new step, and the error says both steps."""
+    store, _ = two_commits(tmp_path / "nvme")
+    new = content(store, 3)
+    put_all(store, new)
+
+    def fail(path: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiering.store.fsync_directory", fail)
+        said = r"commit of step 3 .*committed state is step 3 \(a power cut may bring back step 2\)\. Fix"
+        with pytest.raises(DiskFullError if code == errno.ENOSPC else IOFailedError, match=said):
+            store.commit(3, {"cursor": 3}, sync)
+    assert (store.step, unlike(new, get_all(store))) == (3, []), "what is in place is not what is read"
+    with pytest.raises(IOFailedError, match="an earlier commit failed.*state is step 3"):
+        store.write_extents(WEIGHT, 0, PAGE)
+    store.close()
+    with BlockStore.open(tmp_path / "nvme") as store:
+        assert (store.step, unlike(new, get_all(store))) == (3, [])
+
+
+def test_a_state_that_cannot_be_taken_over_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I10: the sync of opening fails: a typed error with folder and step, and the lock is free again."""
+    store, wanted = two_commits(tmp_path / "nvme")
+    store.close()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tiering.drives.fsync_directory", fail)
+        with pytest.raises(IOFailedError, match=rf"^{tmp_path / 'nvme'}: .*state is step 2\. Fix"):
+            BlockStore.open(tmp_path / "nvme")
+    with BlockStore.open(tmp_path / "nvme") as store:
+        assert (store.step, unlike(wanted, get_all(store))) == (2, [])
+
+
 def test_a_disk_full_during_commit_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """IO-06: only the manifest can meet a full disk; state on disk is the last commit."""
     store, wanted = two_commits(tmp_path / "nvme")
@@ -297,6 +341,25 @@ def test_what_json_cannot_hold_is_refused_before_the_commit_starts(tmp_path: Pat
             store.commit(3, {"loss": float("nan")}, sync)
         store.commit(3, {"shape": (1, 2)}, sync)  # type: ignore[dict-item]
         assert dict(store.run) == {"shape": [1, 2]}, "a run record reads back otherwise than it is held"
+
+
+def test_twenty_commits_in_a_row_take_no_more_memory_than_the_first(tmp_path: Path) -> None:
+    """P2, CK-23: two grains at most, of 32 MiB that are read back for their checksums, and the same every time."""
+    peaks = []
+    with BlockStore.create(tmp_path / "nvme", [block("L0", kind, 4096) for kind in KINDS[:2]], identity={}) as store:
+        tracemalloc.start()
+        try:
+            for step in range(20):
+                for name, found in store.blocks.items():
+                    store.wrote(name, 0, found.nbytes)
+                before = tracemalloc.get_traced_memory()[0]
+                tracemalloc.reset_peak()
+                store.commit(step, {}, sync)
+                peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        finally:
+            tracemalloc.stop()
+    assert max(peaks) < 3 * GRAIN_BYTES, f"a commit takes {max(peaks)} bytes"
+    assert max(peaks[10:]) < max(peaks[:10]) + (64 << 10), f"commits take more and more: {peaks}"
 
 
 CHILD = """

@@ -360,6 +360,7 @@ def test_numerics_change_with_the_numbers_only(run_file: Any, tmp_path: Path) ->
     same = [
         {"train.steps": 9},
         {"train.commit_every": 1},
+        {"train.keep": 3, "train.keep_every": 100},
         {"tiers.nvme": "/mnt/y"},
         {"output.dir": "/mnt/z"},
         {"tiers.host_memory": "1GiB"},
@@ -375,6 +376,8 @@ def test_numerics_change_with_the_numbers_only(run_file: Any, tmp_path: Path) ->
         {"optimizer.lr": 1e-3},
         {"optimizer.betas": [0.9, 0.95]},
         {"optimizer.eps": 1e-6},
+        {"optimizer.warmup_steps": 1},
+        {"optimizer.schedule": "linear"},
         {"data.seq_len": 8},
         {"optimizer.weight_decay": 0},
         {"model.config.num_hidden_layers": 3},
@@ -413,11 +416,11 @@ def test_demo_run_file_is_valid() -> None:
 def test_known_keys_are_the_documented_ones() -> None:
     """The names of the run file are a promise to everyone who has written one."""
     sections = {
-        "model": "config path freeze",
+        "model": "config path freeze resize_vocabulary pad_to_multiple_of",
         "data": "kind paths datasets split dtype tokenizer chat_template train_on seq_len packing validation "
         "validation_max",
-        "train": "steps batch micro_batch loss_chunk max_grad_norm seed commit_every eval_every",
-        "optimizer": "lr betas eps weight_decay no_decay",
+        "train": "steps batch micro_batch loss_chunk max_grad_norm seed commit_every eval_every keep keep_every",
+        "optimizer": "lr betas eps weight_decay no_decay schedule warmup_steps schedule_steps min_lr",
         "device": "",
         "tiers": "host_memory device_memory nvme engine resident late_updates serial hardware",
         "output": "dir",

@@ -1,9 +1,11 @@
 """`docs/durability.md` says what a commit really does, and rests on tests that exist.
 
-Scope: its tables of syncs against a recorded creation and commit; the tests that it names.
+Scope: its tables of syncs against a recorded creation and commit; the tests that it names; a test for every case from
+the field about I/O and checkpoints.
 Not here: what a power cut leaves (`test_power_cut.py`), the page's sums (`test_docs.py`).
 """
 
+import ast
 import re
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +18,8 @@ from tiering.posix import PosixEngine
 from tiering.store import BlockStore
 
 ROOT = Path(__file__).parent.parent
+IO_CASES = (1, 2, 3, 4, 6, 9, 10, 11, 12, 14, 16, 18, 20, 21, 23, 25, 27, 28)
+CK_CASES = (1, 3, 4, 6, 7, 9, 11, 12, 15, 17, 18, 20, 21, 23)
 PAGE_TEXT = (ROOT / "docs" / "durability.md").read_text()
 
 
@@ -104,3 +108,14 @@ def test_every_promise_of_the_page_names_a_test_that_exists() -> None:
         assert path.is_file(), f"{promise}: {named[1]} does not exist"
         if named[2]:
             assert f"def {named[2]}(" in path.read_text(), f"{promise}: {named[1]} has no {named[2]}"
+
+
+def test_every_case_of_io_and_checkpoints_is_cited_by_a_test() -> None:
+    """Rule 14: a test says in its docstring which cases it shows."""
+    cited: set[str] = set()
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                cited |= set(re.findall(r"\b(?:IO|CK)-\d\d\b", ast.get_docstring(node) or ""))
+    wanted = {f"IO-{number:02}" for number in IO_CASES} | {f"CK-{number:02}" for number in CK_CASES}
+    assert cited == wanted, f"without a test: {sorted(wanted - cited)}; unknown: {sorted(cited - wanted)}"

@@ -5,6 +5,7 @@ parameters, what a person is told.
 Not here: all of it without either (`test_same_numbers.py`).
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from megatrain.model import build, find_units, first_weights, model_config
 from megatrain.prepare import prepare
 from megatrain.profile import profile
 from megatrain.report import PlanReport
+from megatrain.sizes import parse_size
 from megatrain.snapshot import export_snapshot, import_snapshot
 from megatrain.timing import time_units
 from megatrain.trainer import train
 from megatrain.verify import verify
+from tiering.errors import BudgetError
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 
@@ -106,6 +109,24 @@ def test_a_frozen_parameter_has_four_bytes_and_is_never_written(run_file: RunFil
     assert not touched, touched
     told = " ".join(PlanReport(prepared=prepared).forecast().notes)
     assert f"{prepared.units.trainable:,} parameters are trained" in told, told
+
+
+def test_a_budget_that_frozen_parts_make_enough_is_not_refused(run_file: RunFile) -> None:
+    """P2: what is frozen has no gradient that would need room, also for the refusal that comes before the model."""
+    wide = {**MODELS["llama"], "hidden_size": 256, "intermediate_size": 1024}
+
+    def least(**changes: Any) -> str:
+        run = load_run(run_file({"model.config": wide, "tiers.host_memory": "64KiB"} | changes))
+        with pytest.raises(BudgetError) as caught:
+            prepare(run)
+        found = re.search(r"Fix: tiers.host_memory >= (\d+MiB)", str(caught.value))
+        assert found, caught.value
+        return found[1]
+
+    frozen = {"model.freeze": ["model.layers.*", "model.embed_tokens.*", "lm_head.*"]}
+    all_of_it, some = least(), least(**frozen)
+    assert parse_size(some) < parse_size(all_of_it), (some, all_of_it)
+    prepare(load_run(run_file({"model.config": wide, "tiers.host_memory": some} | frozen)))
 
 
 def test_what_is_frozen_does_not_change_the_first_weights() -> None:

@@ -157,6 +157,58 @@ def test_a_power_cut_leaves_the_old_or_the_new_commit(tmp_path: Path, drives: in
     survive(recording, drives, contents, 150, seed=drives)
 
 
+class Crash(BaseException):
+    """The process dies here: no handler of ours may see it."""
+
+
+def after_a_crash(top: Path, drives: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Recording, dict]:
+    """A run dies in the commit of step 2, between the rename and its sync; the next one writes over step 1."""
+    places = folders(top, drives)
+    contents: dict[int, dict[str, bytes]] = {}
+
+    def die(path: Path) -> None:
+        raise Crash
+
+    with create(places) as store, PosixEngine(1) as engine:
+        contents[1] = content(store, 1)
+        write(store, engine, contents[1])
+        store.commit(1, {"step": 1}, engine.sync)
+    with recorded(top) as recording:
+        with BlockStore.open(places[0], others=places[1:]) as store, PosixEngine(1) as engine:
+            contents[2] = content(store, 2)
+            write(store, engine, contents[2])
+            recording.mark(("begins", 2))
+            with monkeypatch.context() as patch, pytest.raises(Crash):
+                patch.setattr("tiering.store.fsync_directory", die)
+                store.commit(2, {"step": 2}, engine.sync)
+        with BlockStore.open(places[0], others=places[1:]) as store, PosixEngine(1) as engine:
+            recording.mark(("ends", 2))
+            assert store.step == 2
+            write(store, engine, content(store, 3))
+    return recording, contents
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_commit_that_a_run_died_in_is_made_durable_before_the_next_run_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drives: int
+) -> None:
+    """P3, I7: else a power cut brings back the commit before it, and its slots are those that are written now."""
+    (tmp_path / "disk").mkdir()
+    recording, contents = after_a_crash(tmp_path / "disk", drives, monkeypatch)
+    survive(recording, drives, contents, 150, seed=20 + drives)
+
+
+def test_a_sync_that_opening_leaves_out_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I7: a test of the test above."""
+    (tmp_path / "disk").mkdir()
+    recording, contents = after_a_crash(tmp_path / "disk", 1, monkeypatch)
+    kept = [e for e in recording.events if not (e.verb == "sync" and e.node and e.node.first_path.endswith("/state"))]
+    assert len(kept) < len(recording.events), "opening makes nothing durable"
+    recording.events = [event for event in kept if event.mark != ("ends", 2)]
+    with pytest.raises(AssertionError, match="cut before event"):
+        survive(recording, 1, contents, 300, seed=4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drives", [1, 2])
 def test_thousands_of_power_cuts_leave_the_old_or_the_new_commit(tmp_path: Path, drives: int) -> None:

@@ -29,7 +29,14 @@ from store_bytes import (
 
 from tiering import chunk_files, place
 from tiering.drives import MARKER_NAME, root_first, state_root
-from tiering.errors import DamagedStateError, DiskFullError, IOFailedError, PlaceError, WrongStateError
+from tiering.errors import (
+    DamagedStateError,
+    DiskFullError,
+    IOFailedError,
+    PlaceError,
+    StoreLockedError,
+    WrongStateError,
+)
 from tiering.manifest import seal_of
 from tiering.store import BlockStore, StoredBlock
 
@@ -220,6 +227,126 @@ def test_a_drive_at_another_place_is_found_by_its_marker(tmp_path: Path) -> None
     with reopened(moved) as store:
         assert unlike(wanted, get_all(store)) == []
         assert unlike(wanted, seen_by_zarr(places[0], wanted)) == []
+
+
+@pytest.mark.parametrize("read_only", [False, True], ids=["run", "reader"])
+def test_a_copy_of_the_root_alone_is_refused_by_the_name_of_the_first(tmp_path: Path, read_only: bool) -> None:
+    """P3: two runs would write the same chunks. Nothing is changed; once the first is gone, the copy is the store."""
+    places = folders(tmp_path, 3)
+    wanted = committed(places)
+    copy = tmp_path / "copy"
+    shutil.copytree(places[0], copy, symlinks=True)
+    before = listing(tmp_path)
+    said = rf"{copy} and {places[0]} are roots of one store, and {places[1]}, its drive 1, belongs to {places[0]}.*Fix"
+    with pytest.raises(WrongStateError, match=said) as raised:
+        reopened([copy, *places[1:]], read_only=read_only)
+    assert raised.value.exit_code == 2
+    assert listing(tmp_path) == before
+    reopened(places).close()
+    shutil.rmtree(places[0])
+    with reopened([copy, *places[1:]], read_only=read_only) as store:
+        assert unlike(wanted, get_all(store)) == []
+
+
+def test_the_root_that_a_drive_was_last_used_with_is_the_first(tmp_path: Path) -> None:
+    """P3: a root that moved is known by its new place; a copy at its old one is refused, also after the move."""
+    places = folders(tmp_path, 2)
+    wanted = committed(places)
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    shutil.copytree(places[0], copy, symlinks=True)
+    shutil.move(places[0], moved)
+    with reopened([moved, places[1]]) as store:
+        assert unlike(wanted, get_all(store)) == []
+    shutil.move(copy, places[0])
+    before = listing(tmp_path)
+    with pytest.raises(WrongStateError, match=rf"{places[0]} and {moved} are roots of one store"):
+        reopened(places)
+    assert listing(tmp_path) == before
+    reopened([moved, places[1]]).close()
+    assert listing(tmp_path) == before, "opening a store where it was leaves a trace"
+
+
+def test_a_store_that_is_copied_or_moved_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """P3: the copy has drives of its own; both go on, each with its own bytes."""
+    places = folders(tmp_path, 3)
+    wanted = committed(places)
+    copies = [tmp_path / f"copy{number}" for number in range(3)]
+    for folder, copy in zip(places, copies, strict=True):
+        shutil.copytree(folder, copy, symlinks=True)
+    with reopened(copies) as store:
+        newer = content(store, 5)
+        put_all(store, newer)
+        store.commit(5, {}, sync)
+    with reopened(places) as store:
+        assert (store.step, unlike(wanted, get_all(store))) == (1, []), "the copy has written to the first store"
+    moved = [tmp_path / f"moved{number}" for number in range(3)]
+    for folder, to in zip(copies, moved, strict=True):
+        shutil.move(folder, to)
+    with reopened(moved) as store:
+        assert (store.step, unlike(newer, get_all(store))) == (5, [])
+    assert unlike(newer, seen_by_zarr(moved[0], newer)) == []
+
+
+def test_a_root_without_its_lock_where_it_was_is_no_obstacle(tmp_path: Path) -> None:
+    """P3: another store has taken the old place of a root that moved: it is none of ours."""
+    places = folders(tmp_path, 2)
+    wanted = committed(places)
+    shutil.move(places[0], tmp_path / "moved")
+    committed([places[0], tmp_path / "other"])
+    with reopened([tmp_path / "moved", places[1]]) as store:
+        assert unlike(wanted, get_all(store)) == []
+
+
+def test_a_store_of_an_earlier_version_learns_which_root_is_its_first(tmp_path: Path) -> None:
+    """P3: its markers do not say so; a reader leaves them, the next run renews them; then a copy is refused."""
+    places = folders(tmp_path, 2)
+    wanted = committed(places)
+    marker = places[1] / MARKER_NAME
+    items = json.loads(marker.read_text())
+    marker.write_text(json.dumps({key: items[key] for key in ("store", "index", "root")}))
+    (places[1] / ".lock").unlink()
+    copy = tmp_path / "copy"
+    shutil.copytree(places[0], copy, symlinks=True)
+    before = listing(tmp_path)
+    reopened([copy, places[1]], read_only=True).close()
+    assert listing(tmp_path) == before
+    with reopened(places) as store:
+        assert unlike(wanted, get_all(store)) == []
+    with pytest.raises(WrongStateError, match="are roots of one store"):
+        reopened([copy, places[1]])
+
+
+def test_a_drive_in_use_is_refused_by_the_name_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IO-14: a copy of the root has another lock; where it cannot see the first root, the lock of the drive decides."""
+    places = folders(tmp_path, 2)
+    committed(places)
+    copy = tmp_path / "copy"
+    shutil.copytree(places[0], copy, symlinks=True)
+    monkeypatch.setattr("tiering.drives._refuse_copy", lambda *_: None)  # as if the first root were not to be seen
+    with reopened(places):
+        with pytest.raises(StoreLockedError, match=rf"^{places[1]} is in use by host .*, pid {os.getpid()}, user"):
+            reopened([copy, places[1]])
+    reopened([copy, places[1]]).close()
+    assert (places[1] / ".lock").read_text() == "", "the owner is still named after it has gone"
+
+
+def test_a_marker_that_cannot_be_renewed_is_an_error_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P3: any call that renewing makes fails: nothing is written to the drive, and the next try works."""
+    places = folders(tmp_path, 2)
+    wanted = committed(places)
+    moved = tmp_path / "moved"
+    shutil.move(places[0], moved)
+    for name, nth in (("open", 4), ("fsync", 2), ("rename", 1), ("fsync", 3)):
+        with monkeypatch.context() as patch:
+            calls = failing(patch, name, nth, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+            with pytest.raises(IOFailedError, match=rf"^{moved}: taking over .*Read-only.*state is step 1"):
+                reopened([moved, places[1]])
+            assert calls[0] == nth, f"{name}: {calls[0]} calls"
+    with reopened([moved, places[1]]) as store:
+        assert unlike(wanted, get_all(store)) == []
+    assert json.loads((places[1] / MARKER_NAME).read_text())["root"] == str(moved)
 
 
 def test_more_folders_than_the_store_has_are_refused(tmp_path: Path) -> None:

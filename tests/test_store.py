@@ -32,7 +32,14 @@ from store_bytes import (
     unlike,
 )
 
-from tiering.errors import DamagedStateError, DiskFullError, PlaceError, StoreLockedError, WrongStateError
+from tiering.errors import (
+    DamagedStateError,
+    DiskFullError,
+    IOFailedError,
+    PlaceError,
+    StoreLockedError,
+    WrongStateError,
+)
 from tiering.store import BlockStore, StoredBlock, TensorSpec, has_state
 
 REPOSITORY = Path(__file__).parents[1]
@@ -351,6 +358,26 @@ def test_two_owners_are_impossible_and_a_killed_one_leaves_no_lock(tmp_path: Pat
     with BlockStore.open(root) as store, pytest.raises(StoreLockedError, match=f"pid {os.getpid()}"):
         assert store.step == 1
         BlockStore.open(root)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_lock_that_cannot_be_opened_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """IO-16: a file system that became read-only since: the file is named, and reading still works."""
+    wanted = committed(tmp_path / "nvme")
+    lock, real = tmp_path / "nvme" / ".lock", os.open
+
+    def refuse(path: object, *rest: int) -> int:
+        if path == lock:
+            raise OSError(code, os.strerror(code))
+        return real(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DiskFullError if code == errno.ENOSPC else IOFailedError, match=rf"^{lock} .*Fix"):
+        BlockStore.open(tmp_path / "nvme")
+    with BlockStore.open(tmp_path / "nvme", read_only=True) as store:
+        assert unlike(wanted, get_all(store)) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP])

@@ -268,6 +268,9 @@ def test_parameters_are_counted_once() -> None:
         ({"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}, "layer"),
         ({"model_type": "llama", "hidden_size": "many"}, "hidden_size"),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "hidden"),
+        ({"model_type": "llama", "num_hidden_layers": 10**30}, "at most 10000 layers"),
+        ({"model_type": "gpt2", "n_layer": 10**30}, "n_layer is 1000"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2e9}}, "at most 10000 layers"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_with_the_reason(config: dict[str, Any], what: str) -> None:

@@ -25,7 +25,8 @@ from megatrain.unpack import unpack
 
 gguf = pytest.importorskip("gguf")
 
-LLAMA = {**next(row for row in TESTED if row.model_type == "llama").config, "intermediate_size": 64}
+LLAMA = {**next(row for row in TESTED if row.model_type == "llama").config, "intermediate_size": 64, "vocab_size": 257}
+"""One token a byte, and `ab`."""
 BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -45,7 +46,7 @@ def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def written(file: Path, *, quantised: bool = False, leave_out: str = "") -> dict[str, torch.Tensor]:
+def written(file: Path, *, quantised: bool = False, leave_out: str = "", merge: str = "a b") -> dict[str, torch.Tensor]:
     """A Llama with random weights as a GGUF file; returns its parameters as transformers names them."""
     torch.manual_seed(11)
     model = AutoModelForCausalLM.from_config(model_config(dict(LLAMA)), dtype=torch.float32)
@@ -62,9 +63,9 @@ def written(file: Path, *, quantised: bool = False, leave_out: str = "") -> dict
     writer.add_vocab_size(LLAMA["vocab_size"])
     words = json.loads(byte_tokenizer().to_str())["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(words, key=lambda word: words[word]))
-    writer.add_token_types([1] * len(words))
-    writer.add_token_merges(["a b"])
+    writer.add_token_list([*sorted(words, key=lambda word: words[word]), "ab"])
+    writer.add_token_types([1] * LLAMA["vocab_size"])
+    writer.add_token_merges([merge])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 
@@ -128,7 +129,19 @@ def test_the_tokenizer_of_the_file_is_beside_the_weights(tmp_path: Path) -> None
     written(tmp_path / "tiny.gguf")
     unpacked(tmp_path / "tiny.gguf", tmp_path / "out")
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert tokenizer.encode("hi", add_special_tokens=False).ids == list(b"hi")
+    found = tokenizer.encode("cab", add_special_tokens=False).ids
+    assert found == [ord("c"), 256], found
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_with_the_reason_and_the_weights_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A merge of a token that the file does not have; the weights are of use with a tokenizer from elsewhere."""
+    written(tmp_path / "tiny.gguf", merge="x y")
+    files = unpack(tmp_path / "tiny.gguf", tmp_path / "out", max_shard_bytes=1 << 30, force=False, console=Console())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No tokenizer" in said and "xy" in said, said
+    assert files[0].is_file() and not (tmp_path / "out" / "tokenizer.json").exists(), list((tmp_path / "out").iterdir())
 
 
 def test_what_is_no_gguf_file_or_lacks_a_tensor_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -97,21 +97,34 @@ class ChunkFiles:
     def write_layout(self, blocks: Sequence[StoredBlock], version: int, beside: Mapping[Path, int]) -> None:
         """Metadata, reserved files and links of a new store, all of it durable. beside: bytes of further files."""
         (self.root / SLOTS_NAME).mkdir()  # first: it tells an interrupted creation from a folder of somebody else
-        chunk_bytes = {block.name: self.spread_of(block).chunk_bytes for block in blocks}
-        documents = zarr_metadata(blocks, chunk_bytes, version)
-        for path, document in documents.items():
-            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / path).write_bytes(document)
+        documents = self.write_documents(blocks, version)
         self.reserve(blocks)
         for beside_path, nbytes in beside.items():
-            _reserve(beside_path, "checksums", nbytes)
-        _sync([*(("metadata", self.root / path) for path in documents), *(("checksums", path) for path in beside)])
+            reserve_file(beside_path, "checksums", nbytes)
+        sync_files([*(("metadata", path) for path in documents), *(("checksums", path) for path in beside)])
+        self.make_links(blocks, "a")
+        self.sync_folders()
+
+    def write_documents(self, blocks: Sequence[StoredBlock], version: int) -> list[Path]:
+        """What zarr reads beside the chunks; the files, not yet durable."""
+        chunk_bytes = {block.name: self.spread_of(block).chunk_bytes for block in blocks}
+        documents = {self.root / name: text for name, text in zarr_metadata(blocks, chunk_bytes, version).items()}
+        for path, text in documents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+        return list(documents)
+
+    def make_links(self, blocks: Iterable[StoredBlock], slot: Slot) -> None:
+        """New links to the chunks of a slot."""
         for block in blocks:
             if not block.scratch:
                 for chunk in range(len(self.spread_of(block).drives)):
                     link = self._link(block, chunk)
                     link.parent.mkdir(parents=True, exist_ok=True)
-                    os.symlink(self._target(block, "a", chunk), link)
+                    os.symlink(self._target(block, slot, chunk), link)
+
+    def sync_folders(self) -> None:
+        """Makes all names durable, those of the folders themselves too."""
         for top in self.folders:
             for folder, _, _ in os.walk(top):
                 fsync_directory(Path(folder))
@@ -123,9 +136,9 @@ class ChunkFiles:
         for block in blocks:
             for slot in ("scratch",) if block.scratch else ("a", "b"):
                 for path in self.paths(block, slot):
-                    _reserve(path, f"block {block.name}", self.spread_of(block).chunk_bytes)
+                    reserve_file(path, f"block {block.name}", self.spread_of(block).chunk_bytes)
                     made.append((f"block {block.name}", path))
-        _sync(made)
+        sync_files(made)
 
     def check(self, block: StoredBlock, slot: Slot, step: int | None) -> None:
         """Raises `DamagedStateError` for a file of a slot that is missing or has another size."""
@@ -199,7 +212,8 @@ def _damage(block: StoredBlock, path: Path, step: int | None, what: str) -> Dama
     )
 
 
-def _reserve(path: Path, whose: str, nbytes: int) -> None:
+def reserve_file(path: Path, whose: str, nbytes: int) -> None:
+    """A new file of zeros that has its room already. whose: what it belongs to, for errors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -210,7 +224,7 @@ def _reserve(path: Path, whose: str, nbytes: int) -> None:
         os.close(fd)
 
 
-def _sync(files: Iterable[tuple[str, Path]]) -> None:
+def sync_files(files: Iterable[tuple[str, Path]]) -> None:
     """Makes files durable: (whose, path) of each."""
     with ThreadPoolExecutor(SYNCS_AT_ONCE) as pool:  # a file system makes several files durable in one go
         for done in [pool.submit(_sync_one, whose, path) for whose, path in files]:

@@ -258,9 +258,14 @@ def read_manifest(root: Path) -> Manifest:
 
 
 def replace_manifest(root: Path, manifest: Manifest) -> None:
-    """Puts `manifest` in place of the old one, durably. A crash or an error leaves the old one or the new one, whole.
+    """Puts `manifest` in place of the old one, durably. A crash or an error leaves the one or the other, whole."""
+    put_manifest(root, manifest)
+    fsync_directory(root)
 
-    An error after the rename leaves it open which of the two a power loss would leave: the caller must stop there.
+
+def put_manifest(root: Path, manifest: Manifest) -> None:
+    """The same, but for the last sync: it is in place, and until `fsync_directory(root)` a power cut may bring back the
+    old one. So nothing that the old one names may be overwritten before that.
     """
     items = manifest.as_json()
     text = json.dumps({**items, SEAL: seal_of(items)}, indent=1, allow_nan=False).encode() + b"\n"
@@ -274,7 +279,6 @@ def replace_manifest(root: Path, manifest: Manifest) -> None:
     finally:
         os.close(fd)
     os.rename(temporary, root / FILE_NAME)
-    fsync_directory(root)
 
 
 def fsync_directory(path: Path) -> None:

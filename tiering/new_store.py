@@ -53,7 +53,7 @@ def create_files(
     assert len(rates) == len(folders) <= len(DIGITS), f"{len(rates)} rates for {len(folders)} folders"
     for folder in folders:
         check_place(folder)
-        refuse_content(folder, but=(LOCK_NAME,) if folder is root else ())
+        refuse_content(folder, but=(LOCK_NAME,))
     refuse_overlap(folders)
     files = ChunkFiles.over(folders, rates, blocks)
     check_rooms(files.room(blocks))
@@ -70,6 +70,7 @@ def create_files(
             for index, folder in enumerate(folders[1:], 1):
                 claim(folder, manifest.store, index, root)
                 claimed.append(folder)
+                lock.extend(folder / LOCK_NAME, create=True)
             beside = {checksums_path(root, slot): reserved_bytes(durable) for slot in OTHER} if sums else {}
             files.write_layout(blocks, manifest.format, beside)
             for path in missing:

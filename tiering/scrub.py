@@ -63,8 +63,9 @@ Piece = tuple[StoredBlock, int, int]
 class _Scrub:
     """One reading of a commit."""
 
-    def __init__(self, root: Path, others: Sequence[Path], advance: Callable[[int], None]) -> None:
+    def __init__(self, root: Path, others: Sequence[Path], advance: Callable[[int], None], *, spare: bool) -> None:
         self.root = root
+        self._spare = spare
         read_manifest(root)  # a folder that is no store is refused as that
         self._written = self._stamp()
         self.manifest = manifest = read_manifest(root)
@@ -132,7 +133,8 @@ class _Scrub:
         sums: Checksums | None = None
         try:
             sums = Checksums.read(self.root, said, self.blocks, self.manifest.step)
-            check_files(self.root, self.blocks, said.grain_bytes, self.manifest.step)
+            if self._spare:
+                check_files(self.root, self.blocks, said.grain_bytes, self.manifest.step)
         except DamagedStateError as error:
             path = checksums_path(self.root, said.slot if sums is None else OTHER[said.slot])
             self.damage.append(Damage(block="", path=path, offset=0, nbytes=0, what=str(error)))
@@ -141,7 +143,7 @@ class _Scrub:
     def _sizes(self, block: StoredBlock) -> None:
         committed = self.slots[block.name]
         wanted = self.files.spread_of(block).chunk_bytes
-        for slot in (committed, OTHER[committed]):
+        for slot in (committed, OTHER[committed]) if self._spare else (committed,):
             for chunk, path in enumerate(self.files.paths(block, slot)):
                 found = os.stat(path).st_size if path.is_file() else None
                 if found == wanted:
@@ -240,14 +242,20 @@ class _Scrub:
                 yield link
 
 
-def scrub(root: Path, others: Sequence[Path] = (), *, advance: Callable[[int], None] = lambda nbytes: None) -> Scrubbed:
+def scrub(
+    root: Path,
+    others: Sequence[Path] = (),
+    *,
+    advance: Callable[[int], None] = lambda nbytes: None,
+    spare: bool = True,
+) -> Scrubbed:
     """Everything that is wrong with the last commit of the store at `root`; takes `THREADS` times 8 MiB of memory.
 
-    advance: told of bytes as they are read. Raises what `read_manifest` and `find_drives` raise, and `WrongStateError`
-    if the store's run commits meanwhile.
+    advance: told of bytes as they are read. spare: False for a kept commit, which has one slot. Raises what
+    `read_manifest` and `find_drives` raise, and `WrongStateError` if the store's run commits meanwhile.
     """
     root = Path(os.path.abspath(root))
-    scrub_ = _Scrub(root, [Path(os.path.abspath(folder)) for folder in others], advance)
+    scrub_ = _Scrub(root, [Path(os.path.abspath(folder)) for folder in others], advance, spare=spare)
     with PosixEngine(THREADS) as engine:
         return scrub_.run(engine)
 

@@ -4,7 +4,7 @@ Scope: `BlockStore`: where a block's bytes are and may be written, commits, reco
 Not here: creation (`tiering/new_store.py`), transfers (`tiering/engine.py`), the manifest file
 (`tiering/manifest.py`), names, files and links (`tiering/chunk_files.py`), checksums (`tiering/checksums.py`), further
 drives (`tiering/drives.py`), zarr's metadata (`tiering/zarr_layout.py`), what a path stands on (`tiering/place.py`),
-one owner at a time (`tiering/lock.py`).
+one owner at a time (`tiering/lock.py`), earlier commits that are kept (`tiering/history.py`).
 
     root/zarr.json  root/<unit>/zarr.json  root/<unit>/<kind>/zarr.json     metadata, written once
     root/<unit>/<kind>/c/0 -> ../../../.slots/<committed slot>/<unit>/<kind>
@@ -17,11 +17,13 @@ On several drives a block has several chunks, `c/0`, `c/1`, and so on. Each of t
 
 A block between two commits:      [committed slot] --wrote(some)--> [both slots: split] --wrote(all)--> [other slot]
 and `commit` turns the other slot into the committed one, for every wholly written block at once:
-sync data and checksums (I7) -> write, sync, rename the manifest -> flip slots in memory -> re-point the links.
+sync data and checksums (I7) -> write, sync, rename the manifest -> flip slots in memory -> sync the root -> re-point
+the links.
 Since the last commit a block is written only to the slot that the commit does not name. A commit that fails leaves
 the store failed: it can be read, nothing is written or committed until it is opened again (I10).
 Opening neither creates nor deletes (I9), with one exception: links that a crash left behind the manifest are
-re-pointed. Reading through zarr sees the committed bytes; what it has open stays unchanged until the commit after next.
+re-pointed, as are markers of drives whose root has moved (`tiering/drives.py`). Reading through zarr sees the committed
+bytes; what it has open stays unchanged until the commit after next.
 """
 
 import os
@@ -33,7 +35,7 @@ from typing import Self
 
 from tiering.checksums import Bytes, Checksums, Mismatch, check_files, mismatch
 from tiering.chunk_files import NO_ROOM, ChunkFiles
-from tiering.drives import LOCK_NAME, find_drives, has_state, state_root
+from tiering.drives import LOCK_NAME, find_drives, has_state, state_root, take_over
 from tiering.engine import Extent
 from tiering.errors import (
     DamagedStateError,
@@ -53,9 +55,10 @@ from tiering.manifest import (
     TensorSpec,
     check_block,
     difference,
+    fsync_directory,
     plain,
+    put_manifest,
     read_manifest,
-    replace_manifest,
 )
 from tiering.new_store import create_files, entries, now
 from tiering.place import check_place, check_rooms, free_bytes
@@ -105,6 +108,11 @@ class BlockStore:
     def run(self) -> Mapping[str, JSON]:
         """What the last commit was given; empty before the first."""
         return self._manifest.run
+
+    @property
+    def manifest(self) -> Manifest:
+        """The last commit as it is written."""
+        return self._manifest
 
     @property
     def identity(self) -> Mapping[str, JSON]:
@@ -162,7 +170,11 @@ class BlockStore:
             return BlockStore._opened_by_reader(root, others, expect)
         lock = OwnerLock(root / LOCK_NAME, create=False)
         try:
-            store = BlockStore._opened(root, read_manifest(root), others, expect, lock)
+            manifest = read_manifest(root)
+            for folder in find_drives(root, manifest, others)[1:]:
+                lock.extend(folder / LOCK_NAME, create=True)
+            store = BlockStore._opened(root, manifest, others, expect, lock)  # looks at the drives again, now locked
+            take_over(store.folders, store.step)
             store._point_links(store._slots)
         except BaseException:
             lock.close()
@@ -280,7 +292,7 @@ class BlockStore:
                         f"only in part: {list(self._written[block.name])}"
                     )
             slots = self._slots | {block.name: OTHER[self._slots[block.name]] for block in changed}
-            manifest = self._next_manifest(step, run, slots)
+            old, manifest = self._manifest, self._next_manifest(step, run, slots)
             try:
                 sync([path for block in changed for path in self._files.paths(block, slots[block.name])])
                 if self._checksums:
@@ -288,21 +300,23 @@ class BlockStore:
                         self.root, changed, lambda block: self._bytes(block, slots[block.name])
                     )
                     manifest = manifest.model_copy(update={"checksums": entry})
-                replace_manifest(self.root, manifest)
+                put_manifest(self.root, manifest)
                 self._manifest, self._slots = manifest, slots
                 if self._checksums:
                     self._checksums.committed(entry.slot)
                 for block in changed:
                     self._written[block.name].clear()
+                fsync_directory(self.root)
                 self._point_links({block.name: slots[block.name] for block in changed})
             except BaseException as error:
                 self._failure = error
                 if isinstance(error, TieringError) or not isinstance(error, Exception):
                     raise
                 full = getattr(error, "errno", None) in NO_ROOM
+                unsure = "" if self._manifest is old else f" (a power cut may bring back step {old.step})"
                 raise (DiskFullError if full else IOFailedError)(
                     f"commit of step {step} in {self.root} failed: {error}; {free_bytes(self.root)} bytes are free. "
-                    f"The committed state is step {self.step}. Fix: check the disk, then resume."
+                    f"The committed state is step {self.step}{unsure}. Fix: check the disk, then resume."
                 ) from error
 
     def close(self) -> None:

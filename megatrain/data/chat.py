@@ -170,7 +170,7 @@ class _Tokeniser:
         raise UserError(
             f"{self._sources[source].path}: row {line}: token {position} has the id {int(ids[position])}, but the "
             f"model's table has {self._vocab_size} rows (ids 0 to {self._vocab_size - 1}). Fix: the tokenizer that "
-            "belongs to the model, or a larger vocab_size"
+            "belongs to the model, or a larger vocab_size (with model.path: model.resize_vocabulary: auto)"
         )
 
 

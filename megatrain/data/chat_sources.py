@@ -90,7 +90,7 @@ def _from_info(info: Path, names: Sequence[str], split: str) -> list[ChatSource]
         entries = json.loads(info.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"data.paths: {info} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"data.paths: {info} is not JSON: {error}") from None
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise UserError(f"data.paths: {info} is not an object with an object for each data set")

@@ -174,7 +174,7 @@ def _calls(content: object) -> list[dict[str, Any]]:
         found: Any = json.loads(content) if isinstance(content, str) else content
         calls = found if isinstance(found, list) else [found]
         return [{"type": "function", "function": {k: call[k] for k in ("name", "arguments")}} for call in calls]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise RowFaultError("a function call is not JSON with `name` and `arguments`") from None
 
 
@@ -183,7 +183,7 @@ def _tools(value: object) -> tuple[Any, ...]:
         return ()
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RowFaultError("`tools` is not JSON") from None
     return tuple(found) if isinstance(found, list | tuple) else (found,)
 

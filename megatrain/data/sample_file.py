@@ -132,7 +132,7 @@ class SampleFile:
             }
             whole = all((folder / name).stat().st_size == nbytes for name, nbytes in sizes.items())
             return found if whole and (folder / REJECTED_NAME).is_file() else None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 

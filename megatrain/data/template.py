@@ -97,7 +97,10 @@ class ChatTemplate:
             spans = [self._closed(text, span) for span, n in kept if conversation.messages[n].trained]
         else:
             spans = [(0, len(text))]
-        found = self._backend.encode(text, add_special_tokens=False)
+        try:
+            found = self._backend.encode(text, add_special_tokens=False)
+        except TypeError:  # half of a surrogate pair, which JSON can write, is no text
+            raise RowFaultError("not text: it holds half of a surrogate pair") from None
         begins = np.fromiter((begin for begin, _ in found.offsets), dtype=np.int64, count=len(found.offsets))
         supervised = np.zeros(len(begins), dtype=np.bool_)
         for begin, end in spans:

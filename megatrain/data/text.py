@@ -156,7 +156,7 @@ def _check_ids(ids: NDArray[np.unsignedinteger[Any]], source: Source, position: 
     raise UserError(
         f"{source.path}: token {position + first} has the id {int(ids[first])}, but the model's table has "
         f"{vocab_size} rows (ids 0 to {vocab_size - 1}). Fix: the tokenizer that belongs to the model, "
-        "or a larger vocab_size"
+        "or a larger vocab_size (with model.path: model.resize_vocabulary: auto)"
     )
 
 

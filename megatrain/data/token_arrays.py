@@ -112,7 +112,7 @@ def _checked(
                 raise UserError(
                     f"{source.path}: token {begin + first} has the id {int(block[first])}, but the model's table has "
                     f"{vocab_size} rows (ids 0 to {vocab_size - 1}). Fix: the data.dtype that the file was written "
-                    "with, tokens of the model's own tokenizer, or a larger vocab_size"
+                    "with, tokens of the model's own tokenizer, or a larger vocab_size (model.resize_vocabulary)"
                 )
             checksum.update(block.astype("<u4").tobytes())
             done_bytes += block.nbytes
@@ -125,7 +125,7 @@ def _known(cache_dir: Path, origin: dict[str, Any]) -> str | None:
     try:
         header = json.loads((cache_dir / HEADER_NAME).read_text(encoding="utf-8"))
         sha256 = header.pop("sha256")
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
     return str(sha256) if header == origin else None
 

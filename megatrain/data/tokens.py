@@ -74,8 +74,7 @@ class TokenFile:
                 ),
             )
             nbytes = (folder / DATA_NAME).stat().st_size
-        except (OSError, ValueError, KeyError, TypeError):
+            whole = nbytes == tokens.count * token_dtype(tokens.origin.vocab_size).itemsize
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        if header.get("format") != FORMAT or nbytes != tokens.count * token_dtype(origin["vocab_size"]).itemsize:
-            return None
-        return tokens
+        return tokens if whole and header.get("format") == FORMAT else None

@@ -213,10 +213,11 @@ def answers_alike(run: RunConfig) -> bool:
         turns = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-        made = model.generate(ids, do_sample=False, use_cache=False, max_new_tokens=ANSWER_TOKENS)[0]
+        seen = torch.ones_like(ids)  # left to itself it hides the ends of turns: they are what it pads with
+        options = {"do_sample": False, "use_cache": False, "max_new_tokens": ANSWER_TOKENS}
+        made = model.generate(ids, attention_mask=seen, **options)[0]
         theirs = tokenizer.decode(made, skip_special_tokens=True)
-        options = ("--prompt", prompt, "--max-new-tokens", str(ANSWER_TOKENS), "--temperature", "0")
-        ours = generated(run, options)
+        ours = generated(run, ("--prompt", prompt, "--max-new-tokens", str(ANSWER_TOKENS), "--temperature", "0"))
         answer = ended(tokenizer.decode(made[ids.shape[1] :]), tokenizer.eos_token)
         alike.append(ours == theirs)
         print(f"  {question}\n  {answer}\n  {'both the same' if alike[-1] else f'megatrain wrote: {ours}'}", flush=True)
