@@ -103,13 +103,14 @@ def shared(drive: Drive, count: int) -> Drive:
 
 def io_steals(path: Path, engine: IOEngine, *, width: int, tokens: int, memory: int, depth: int) -> float:
     """The share of its speed that a matrix product on the CPU loses while the drive of `path` is kept busy with the
-    mix of a step; from 0 to 1. Half of `memory` is for each of the two.
+    mix of a step, and what is written gets checksums; from 0 to 1. Half of `memory` is for each of the two.
     """
     request_bytes = min(request_size(memory // 2), STEAL_BYTES // 8)
     shape = product_shape(width, tokens, memory // 2)
     stop = threading.Event()
     failures: list[BaseException] = []
     with probe_file(path, engine, nbytes=STEAL_BYTES, request_bytes=request_bytes, memory=memory // 2) as file:
+        file.summed = True
 
         def keep_busy() -> None:
             try:

@@ -14,9 +14,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import date
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ from typing import Literal
 import torch
 
 from tiering.arena import Arena
+from tiering.checksums import GRAIN_BYTES, checksum
 from tiering.engine import Extent, IOEngine
 from tiering.errors import DiskFullError, PlaceError
 from tiering.hardware import READ_SHARE, Rate
@@ -44,7 +46,10 @@ assert MIXES["mixed"].count("R") == READ_SHARE * len(MIXES["mixed"]), "the mix o
 
 
 class ProbeFile:
-    """A file whose blocks have all been written, with buffers to move to and from it. Made by `probe_file`."""
+    """A file whose blocks have all been written, with buffers to move to and from it. Made by `probe_file`.
+
+    summed: what is written gets its checksums on the engine's threads, as in a run; False unless somebody sets it.
+    """
 
     def __init__(
         self, engine: IOEngine, path: Path, nbytes: int, views: Sequence[memoryview], *, cached: str, link: float
@@ -52,6 +57,7 @@ class ProbeFile:
         self.path = path
         self.nbytes = nbytes
         self.written_bytes = 0
+        self.summed = False
         self._engine = engine
         self._views = views
         self._cached = cached
@@ -117,6 +123,12 @@ class ProbeFile:
         running: dict[Future[int], memoryview] = {}
         moved, wanted = 0, True
 
+        def landed(written: memoryview | None, future: Future[int]) -> None:
+            if written is not None:
+                for lo in range(0, len(written), GRAIN_BYTES):
+                    checksum(written[lo : lo + GRAIN_BYTES])
+            done.put(future)
+
         def finish_one() -> None:
             nonlocal moved, wanted
             future = done.get()  # waits for whichever request completes first
@@ -133,11 +145,12 @@ class ProbeFile:
                 view = free.popleft()
                 future = self._submit(verb, request_bytes, view)
                 running[future] = view
-                future.add_done_callback(done.put)
+                future.add_done_callback(partial(landed, view[:request_bytes] if verb == "W" and self.summed else None))
             while running:
                 finish_one()
         finally:
-            wait(running)  # after an error too: the engine owns the buffers until its requests are done
+            for _ in running:
+                done.get()  # after an error too: buffers are in use until their requests have landed
         return moved
 
     def _submit(self, verb: str, nbytes: int, view: memoryview) -> Future[int]:
