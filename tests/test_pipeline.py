@@ -28,6 +28,7 @@ from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import block_name
 from megatrain.trainer import tensor_specs
+from tiering import checksums
 from tiering.engine import Extent, IOEngine
 from tiering.errors import IOFailedError, ScheduleError
 from tiering.lanes import InlineLanes, Lanes
@@ -118,6 +119,28 @@ class Failing(Wrapped):
 
     def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
         return self._pass_on(self.inner.submit_write, extent, view)
+
+
+class SlowEngine(PosixEngine):
+    """moving: requests that were submitted and have not been moved yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving = 0
+        self._count = threading.Lock()
+
+    def _submit(self, *args: Any) -> Future[int]:
+        with self._count:
+            self.moving += 1
+        return super()._submit(*args)
+
+    def _whole(self, *args: Any) -> int:
+        time.sleep(0.002)
+        try:
+            return super()._whole(*args)
+        finally:
+            with self._count:
+                self.moving -= 1
 
 
 class OwnMemory(InlineLanes):
@@ -306,3 +329,33 @@ def test_the_bytes_of_a_step_are_those_of_the_plan(
         timeline = prepared.plan.timeline
         assert (figures.read_bytes, figures.written_bytes) == (timeline.read_bytes, timeline.written_bytes)
         engine.settle()
+
+
+def test_the_drive_has_its_next_request_while_bytes_are_summed(
+    small: Callable[..., Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P4: a checksum takes no place in the queue of the drive; here the queue holds one request."""
+    steps = threading.Event()
+    moving_meanwhile: list[int] = []
+    slow: list[SlowEngine] = []
+    real_sum = checksums.checksum
+
+    def noted(data: Any) -> int:
+        if steps.is_set():
+            moving_meanwhile.append(slow[0].moving)
+        return real_sum(data)
+
+    def wrap(engine: IOEngine) -> IOEngine:
+        engine.close()
+        slow.append(SlowEngine())
+        return slow[0]
+
+    monkeypatch.setattr(checksums, "checksum", noted)
+    with opened(small(), tmp_path / "s", wrap) as (manager, engine):
+        manager.pipeline._queue_depth = 1
+        steps.set()
+        engine.step(batch(0), last=True)
+        engine.settle()
+        manager.pipeline.drain()
+        steps.clear()
+    assert moving_meanwhile and max(moving_meanwhile) == 1, f"requests in flight beside checksums: {moving_meanwhile}"
