@@ -28,6 +28,7 @@ from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.console import FAILED, AsJson, Debug, new_app, print_json, reported, run_app, stdout_kept
 from megatrain.engine import StepEngine
 from megatrain.errors import UserError
+from megatrain.heap import start_again
 from megatrain.inputs import tensors
 from megatrain.prepare import Prepared, prepare
 from megatrain.runfile import write_mapping
@@ -228,4 +229,5 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
+    start_again()
     run_app(app, "python -m benchmarks.plan_accuracy")

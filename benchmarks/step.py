@@ -53,6 +53,7 @@ from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_
 from megatrain.data import StepBatches
 from megatrain.engine import StepEngine
 from megatrain.errors import UserError
+from megatrain.heap import start_again
 from megatrain.inputs import Inputs, tensors
 from megatrain.prepare import Prepared, prepare
 from megatrain.report import PlanReport
@@ -341,4 +342,5 @@ def render(found: Mapping[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     run_app(app, "python -m benchmarks.step")

@@ -36,7 +36,7 @@ Step = Annotated[
 
 
 def main() -> None:
-    """Entry point of the `megatrain` script: runs the command of `sys.argv` and exits."""
+    """Runs the command of `sys.argv` and exits."""
     run_app(app, "megatrain")
 
 

@@ -16,6 +16,7 @@ from megatrain.chunks import chunk_length
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.fit import drives_of, host_budget, in_settings, refuse_budget, refuse_early, resident_share
+from megatrain.heap import Heap
 from megatrain.loss import refuse_uncuttable
 from megatrain.model import Units
 from megatrain.profile import profile
@@ -23,7 +24,7 @@ from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
 from megatrain.timing import UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
-from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines
+from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
 from tiering.hardware import Drive, Hardware, assumed_hardware
 from tiering.hardware_file import load
 from tiering.measure import measure, measure_drives, shared
@@ -32,6 +33,9 @@ from tiering.workload import Workload
 
 MEASURE_MOST_S = 2.0
 """Units that would take longer than this to run once are reckoned from their flops instead."""
+
+RESERVED = 2
+"""Times what computing is expected to take: addresses for the heap to grow into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Prepared:
     times: Mapping[str, UnitTime]
     checkpoint: Checkpoint | None
     host_budget: int
+    heap: Heap
     compute_lines: tuple[Line, ...]
     baseline_bytes: int
 
@@ -69,10 +74,13 @@ def prepare(run: RunConfig) -> Prepared:
     micro_batches = run.train.batch // run.train.micro_batch
     refuse_budget(run, _costed(units, costs, {}, micro_batches))
     room = Line(what="threads and bookkeeping", nbytes=WORKING_ROOM)
-    lines = (*compute_lines(costs, units.head.name, micro_batches, chunked=_chunked(run)), room)
-    _refuse_compute(run, lines)
+    lines = compute_lines(costs, units.head.name, micro_batches, chunked=_chunked(run))
+    _refuse_compute(run, (*lines, room))
     hardware, drives = _measured(run, units, budget)
+    heap = Heap(RESERVED * sum(line.nbytes for line in lines))
     times = _timed(run, units, costs, hardware, budget)
+    if times:
+        lines = seen(lines, heap.release())
     sizes = _costed(units, costs, times, micro_batches)
     with in_settings():
         plan = plan_training(
@@ -94,7 +102,8 @@ def prepare(run: RunConfig) -> Prepared:
         times=times,
         checkpoint=checkpoint,
         host_budget=budget,
-        compute_lines=lines,
+        heap=heap,
+        compute_lines=(*lines, room),
         baseline_bytes=psutil.Process().memory_info().rss,
     )
 

@@ -22,6 +22,7 @@ from megatrain.model import Slice, Unit, Units
 from megatrain.optim import GradientNorm
 from megatrain.programs import HEAD, block_name
 from megatrain.stream import StreamedModel
+from tiering.arena import Arena
 
 REPEATS = 3
 BEYOND_CACHE = 512 << 20
@@ -89,9 +90,13 @@ class _Spans:
         largest = max(unit.nbytes for unit in units.stored)
         self._places = max(1, min(memory, BEYOND_CACHE) // (2 * largest))
         self._largest, self._turn = largest, 0
-        one = torch.empty(largest // 4).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-        self._weights = one.repeat(self._places)
-        self._grads = torch.zeros(largest * self._places, dtype=torch.uint8)
+        ring_bytes = largest * self._places
+        self._arena = Arena(2 * ring_bytes)  # not of the heap, whose size tells what computing takes
+        self._weights, self._grads = self._arena.tensor(0, ring_bytes), self._arena.tensor(ring_bytes, 2 * ring_bytes)
+        one = self._weights[:largest].view(torch.float32)
+        one.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        self._weights.view(self._places, largest)[1:] = self._weights[:largest]
+        self._grads.zero_()
         self._sizes = {unit.name: unit.nbytes for unit in units.stored}
         self._units = units
         self.seconds: dict[str, list[float]] = {}
@@ -107,7 +112,7 @@ class _Spans:
     def lend(self, op: str) -> Iterator[dict[str, torch.Tensor]]:
         start = self._turn % self._places * self._largest
         self._turn += 1
-        weights, grads = self._weights.view(torch.uint8)[start:], self._grads[start:]
+        weights, grads = self._weights[start:], self._grads[start:]
         views = {block_name(name, "weight"): weights[:nbytes] for name, nbytes in self._sizes.items()}
         views |= {block_name(name, "grad"): grads[:nbytes] for name, nbytes in self._sizes.items()}
         begin_s = time.perf_counter()

@@ -221,6 +221,7 @@ def open_state(
     with manager:
         if manager.store.step is None:
             _fill(manager, prepared, console)
+            prepared.heap.release()  # one whole tensor of a checkpoint may be larger than what computing takes
             manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, "rng": _rng_state(run.train.seed)})
         _set_rng(manager.store.run)
         with failures_named(manager.store, f"loading step {manager.store.step}"):

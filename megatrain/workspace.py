@@ -5,6 +5,7 @@ Not here: what one unit takes (`profile.py`, `catalog/estimate.py`), the arena's
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megatrain.catalog.unit_cost import UnitCost
 from tiering.plan import Line
@@ -20,12 +21,17 @@ WORKING_ROOM = 24 << 20
 """What Python takes on top once a run starts: threads, the store's bookkeeping, proving schedules. 2 to 17 MiB seen."""
 LOGITS = "logits and loss of one"
 """How the line of the head's workspace begins."""
+KEPT = "pieces of it that the heap keeps"
+KEPT_SHARE = 2
+"""Freed tensors leave holes between objects that live on: 0.3 to 0.5 of the workspace was seen, and half of it is
+assumed where no trial has shown it.
+"""
 SPARE_SHARE = 4
 """A chosen micro-batch computes in a quarter of the memory at most."""
 
 
 def compute_lines(
-    costs: Mapping[str, UnitCost], head: str, micro_batches: int, *, chunked: bool = False
+    costs: Mapping[str, UnitCost], head: str, micro_batches: int, *, chunked: bool = False, on_host: bool = True
 ) -> tuple[Line, ...]:
     """Memory that torch takes at its peak, where it computes.
 
@@ -43,7 +49,14 @@ def compute_lines(
         if of_head > of_layers
         else Line(what="workspace of one micro-batch", nbytes=of_layers)
     )
-    return (Line(what="outputs and gradients in flight", nbytes=4 * micro_batches * widest), workspace)
+    kept = (Line(what=KEPT, nbytes=workspace.nbytes // KEPT_SHARE),) if on_host else ()
+    return (Line(what="outputs and gradients in flight", nbytes=4 * micro_batches * widest), workspace, *kept)
+
+
+def seen(lines: tuple[Line, ...], grown_bytes: int) -> tuple[Line, ...]:
+    """`lines` of computing on the host, of which a trial with one micro-batch made the heap `grown_bytes` larger."""
+    in_flight, workspace, kept = lines
+    return in_flight, workspace, replace(kept, nbytes=max(0, grown_bytes - workspace.nbytes))
 
 
 def chosen_micro_batch(rows: int, memory_bytes: int, workspace_bytes: Callable[[int], int]) -> int:

@@ -103,7 +103,7 @@ def test_a_model_whose_loss_cannot_be_cut_is_refused_by_name(
 @pytest.mark.usefixtures("known_machine")
 def test_a_run_that_has_no_room_for_its_logits_is_told_of_chunks(run_file: RunFile) -> None:
     """P2: where the logits are the largest thing; a chunk as small as is said helps."""
-    changes = {"model.config.vocab_size": 4096, "tiers.device_memory": "24.5MiB"}
+    changes = {"model.config.vocab_size": 4096, "tiers.device_memory": "24.7MiB"}
     with pytest.raises(UserError, match=r"logits and loss of one micro-batch") as refused:
         prepare(load_run(run_file(changes)))
     assert "train.loss_chunk < 32" in str(refused.value), str(refused.value)

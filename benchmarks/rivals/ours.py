@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks.rivals.job import Job, Meter, read_job
 from megatrain.config import RUN_FILE, load_run
 from megatrain.engine import StepEngine
+from megatrain.heap import start_again
 from megatrain.inputs import tensors
 from megatrain.prepare import prepare
 from megatrain.trainer import open_run_batches, open_state
@@ -40,4 +41,5 @@ def main(job: Job) -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     main(read_job(Path(sys.argv[1])))

@@ -101,7 +101,7 @@ def _loss_chunk(ready: Sized) -> int | None:
     the logits that take the most memory.
     """
     question = ready.question
-    if not ready.compute[-1].what.startswith(LOGITS):
+    if not any(line.what.startswith(LOGITS) for line in ready.compute):
         return None
     tokens = ready.micro_batch * chunk_length(ready.micro_batch, question.seq_len, question.loss_chunk)
     powers = range((tokens - 1).bit_length() - 1, (ready.micro_batch - 1).bit_length() - 1, -1)

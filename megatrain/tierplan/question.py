@@ -170,7 +170,7 @@ def sized(question: Question) -> Sized:
 
     def workspace(rows: int) -> int:
         costs = facts.costs(rows, question.seq_len, question.loss_chunk, on_device)
-        return compute_lines(costs, facts.head, question.rows // rows)[-1].nbytes
+        return compute_lines(costs, facts.head, question.rows // rows, on_host=False)[-1].nbytes
 
     micro_batch = question.micro_batch
     if micro_batch is None:
@@ -183,7 +183,7 @@ def sized(question: Question) -> Sized:
         question=question,
         micro_batch=micro_batch,
         units=tuple(_costed(facts.units, costs, count)),
-        compute=compute_lines(costs, facts.head, count, chunked=chunked),
+        compute=compute_lines(costs, facts.head, count, chunked=chunked, on_host=not on_device),
         notes=tuple(notes),
     )
 
