@@ -120,7 +120,7 @@ def _host(path: Path, drive: DriveEntry, memory: int, step: Callable[[str], None
     copies = ByteRate.of(host_copy_rate(min(COPY_BYTES, memory // 2)))
     step("computing beside a busy drive")
     with choose_engine("auto", path)[0] as engine:
-        stolen = io_steals(path, engine, width=WIDTH, tokens=TOKENS, memory=memory, depth=drive.queue_depth)
+        taken = io_steals(path, engine, width=WIDTH, tokens=TOKENS, memory=memory, depth=drive.queue_depth)
     return HostEntry(
         memory_bytes=limit,
         limit=why,
@@ -130,7 +130,7 @@ def _host(path: Path, drive: DriveEntry, memory: int, step: Callable[[str], None
         compute=compute,
         update=update,
         copy_rate=copies,
-        io_steals=stolen,
+        io_steals=taken,
     )
 
 

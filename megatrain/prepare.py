@@ -7,6 +7,7 @@ Not here: the plan itself (`tiering/plan.py`), showing it (`report.py`), carryin
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import mean
 
 import psutil
 
@@ -22,13 +23,14 @@ from megatrain.model import Units
 from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
-from megatrain.timing import UnitTime, time_units
+from megatrain.timing import REPEATS, UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
 from tiering.hardware import Drive, Hardware, assumed_hardware
 from tiering.hardware_file import load
-from tiering.measure import measure, measure_drives, shared
+from tiering.measure import busy_drive, io_steals, measure, measure_drives, shared, stolen
 from tiering.plan import Line, Plan, make_plan
+from tiering.posix import PosixEngine
 from tiering.workload import Workload
 
 MEASURE_MOST_S = 2.0
@@ -79,6 +81,8 @@ def prepare(run: RunConfig) -> Prepared:
     hardware, drives = _measured(run, units, budget)
     heap = Heap(RESERVED * sum(line.nbytes for line in lines))
     times = _timed(run, units, costs, hardware, budget)
+    if run.tiers.hardware is None:
+        hardware = replace(hardware, io_steals=_stolen(run, units, hardware, budget, times))
     if times:
         lines = seen(lines, heap.release())
     sizes = _costed(units, costs, times, micro_batches)
@@ -125,13 +129,8 @@ def _measured(run: RunConfig, units: Units, budget: int) -> tuple[Hardware, tupl
         return file.model_copy(update={"drives": used}).hardware(), drives
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
-    first = measure(
-        run.tiers.nvme[0],
-        width=min(text.hidden_size, 4096),
-        tokens=min(tokens, 4096),
-        memory=budget,
-        steals=True,
-    )
+    width, tokens = min(text.hidden_size, 4096), min(tokens, 4096)
+    first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget)
     return measure_drives(first, run.tiers.nvme, memory=budget)
 
 
@@ -143,6 +142,30 @@ def _timed(
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
     return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk)
+
+
+def _stolen(run: RunConfig, units: Units, hardware: Hardware, budget: int, times: Mapping[str, UnitTime]) -> float:
+    """`Hardware.io_steals`: of the units themselves where they were timed, since a busy drive takes bandwidth of the
+    memory, which few tokens need more of than many; of a matrix product otherwise.
+    """
+    path, depth = run.tiers.nvme[0], hardware.queue_depth
+    with PosixEngine() as engine:
+        if not times:
+            width = min(units.model.config.get_text_config().hidden_size, 4096)
+            tokens = min(run.train.micro_batch * run.data.seq_len, 4096)
+            return io_steals(path, engine, width=width, tokens=tokens, memory=budget, depth=depth)
+        with busy_drive(path, engine, memory=budget // 2, depth=depth):
+            beside = time_units(
+                units,
+                run.train.micro_batch,
+                run.data.seq_len,
+                budget // 2,
+                run.train.loss_chunk,
+                typical=mean,  # now and then an op waits for a thread of the drive's: that is part of it
+                repeats=2 * REPEATS,
+            )
+    alone_s, beside_s = (sum(time.forward_s + time.backward_s for time in one.values()) for one in (times, beside))
+    return stolen(alone_s, beside_s)
 
 
 def _costed(

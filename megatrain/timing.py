@@ -8,7 +8,7 @@ their share. So the planner is given seconds that were measured on the code that
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -40,9 +40,18 @@ class UnitTime:
 
 
 def time_units(
-    units: Units, micro_batch: int, seq_len: int, memory: int = 0, loss_chunk: int | None = None
+    units: Units,
+    micro_batch: int,
+    seq_len: int,
+    memory: int = 0,
+    loss_chunk: int | None = None,
+    *,
+    typical: Callable[[Iterable[float]], float] = median,
+    repeats: int = REPEATS,
 ) -> dict[str, UnitTime]:
     """Measured times by unit name, for a micro-batch of [micro_batch, seq_len] tokens and its loss in chunks.
+
+    typical: of a unit's repeats and those of its like.
 
     Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists. With
     more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from RAM, not from a
@@ -56,15 +65,15 @@ def time_units(
     ids = torch.randint(0, vocabulary, (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
     try:
         with passing_on([unit.module for unit in skipped if unit.module is not None], lambda *call: None):
-            for _ in range(1 + REPEATS):
+            for _ in range(1 + repeats):
                 spans.begin()
                 model.step(every_token(ids), micro_batch, loss_chunk)
     finally:
         model.close()
     times: dict[str, UnitTime] = {}
     for kind in kinds:
-        forward_s = _typical(spans.seconds, [HEAD if u is units.head else f"fwd.{u.name}" for u in kind[:ALIKE]])
-        backward_s = 0.0 if units.head in kind else _typical(spans.seconds, [f"bwd.{u.name}" for u in kind[:ALIKE]])
+        forward_s = typical(spans.of([HEAD if u is units.head else f"fwd.{u.name}" for u in kind[:ALIKE]]))
+        backward_s = 0.0 if units.head in kind else typical(spans.of([f"bwd.{u.name}" for u in kind[:ALIKE]]))
         times |= {unit.name: UnitTime(forward_s=forward_s, backward_s=backward_s) for unit in kind}
     return times
 
@@ -76,11 +85,6 @@ def _kinds(units: Units) -> list[list[Unit]]:
         shapes = tuple(binding.slice.shape for binding in unit.bindings)
         kinds.setdefault((type(unit.module), shapes, unit is units.head), []).append(unit)
     return list(kinds.values())
-
-
-def _typical(seconds: Mapping[str, Sequence[float]], ops: Sequence[str]) -> float:
-    """The median over units of a kind and repeats, the first repeat left out."""
-    return median(value for op in ops for value in seconds[op][1:])
 
 
 class _Spans:
@@ -104,6 +108,10 @@ class _Spans:
 
     def begin(self) -> None:
         self._norm = GradientNorm(self._units)
+
+    def of(self, ops: Sequence[str]) -> list[float]:
+        """Seconds of these ops, the first repeat left out."""
+        return [value for op in ops for value in self.seconds[op][1:]]
 
     def norms(self, unit: str, gradients: Mapping[Slice, torch.Tensor]) -> None:
         self._norm.add(gradients)

@@ -24,6 +24,7 @@ def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(megatrain.prepare, "measure", lambda *args, **kwargs: assumed_hardware())
     monkeypatch.setattr(megatrain.prepare, "time_units", lambda *args: {})
+    monkeypatch.setattr(megatrain.prepare, "io_steals", lambda *args, **kwargs: 0.0)
 
 
 @pytest.fixture

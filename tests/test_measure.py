@@ -7,6 +7,8 @@ Not here: facts of the system (`test_drive.py`), the file of figures (`test_hard
 import errno
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,11 +19,12 @@ import torch
 
 from tiering import measure as measure_module
 from tiering import measure_disk, measure_memory
+from tiering.checksums import GRAIN_BYTES
 from tiering.drive import DriveFacts
 from tiering.engine import Extent
 from tiering.errors import DiskFullError, IOFailedError, PlaceError
 from tiering.hardware import Rate, assumed_hardware
-from tiering.measure import by_drive, io_steals, measure, measure_drives
+from tiering.measure import busy_drive, by_drive, io_steals, measure, measure_drives
 from tiering.measure_disk import (
     DiskRates,
     best_depth,
@@ -342,6 +345,19 @@ def test_what_a_busy_drive_takes_from_computing_is_a_share(tmp_path: Path, monke
     slow: Callable[..., float] = iter([0.0, 1.0, 4.0]).__next__
     monkeypatch.setattr("tiering.measure.busy_seconds", lambda *shape, for_s=0.0: slow())
     assert io_steals(tmp_path, Recorder(), width=64, tokens=64, memory=8 * MiB, depth=2) == 0.75
+
+
+def test_a_busy_drive_makes_the_checksums_of_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: in a run the drive's threads make them, and take that from computing too."""
+    summed: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "tiering.probe_file.checksum", lambda view: summed.append((threading.current_thread().name, len(view)))
+    )
+    with PosixEngine() as engine, busy_drive(tmp_path, engine, memory=8 * MiB, depth=2):
+        begin_s = time.perf_counter()
+        while not summed and time.perf_counter() - begin_s < 20:
+            time.sleep(0.01)
+    assert summed and all(name.startswith("io") and nbytes <= GRAIN_BYTES for name, nbytes in summed), summed[:4]
 
 
 def test_copies_on_the_host_are_measured_and_those_to_a_device_only_where_there_is_one() -> None:

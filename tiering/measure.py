@@ -8,7 +8,8 @@ Not here: how each of them is measured (`measure_disk.py`, `measure_memory.py`),
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,23 +25,16 @@ from tiering.probe_file import MiB, probe_file
 STEAL_BYTES = 64 * MiB
 
 
-def measure(
-    path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int = QUICK_BYTES, steals: bool = False
-) -> Hardware:
-    """Rates of the drive of `path` and of this CPU.
+def measure(path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int = QUICK_BYTES) -> Hardware:
+    """Rates of the drive of `path` and of this CPU; of what they take from each other nothing (`io_steals`).
 
-    width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take at a time. steals: also
-    measure `io_steals`, which takes another second. Raises what the engine raises.
+    width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take at a time. Raises what
+    the engine raises.
     """
     link_bytes_per_s = drive_facts(folder_beside(path)).link_bytes_per_s
     with PosixEngine() as engine:
         disk = quick_rates(path, engine, memory=memory, disk_bytes=disk_bytes, link_bytes_per_s=link_bytes_per_s)
         shape = product_shape(width, tokens, memory)
-        stolen = (
-            io_steals(path, engine, width=width, tokens=tokens, memory=memory, depth=disk.queue_depth)
-            if steals
-            else 0.0
-        )
     return Hardware(
         read=disk.read,
         write=disk.write,
@@ -48,7 +42,6 @@ def measure(
         queue_depth=disk.queue_depth,
         compute=compute_rate(*shape),
         update=update_rate(update_elements(memory)),
-        io_steals=stolen,
     )
 
 
@@ -102,14 +95,32 @@ def shared(drive: Drive, count: int) -> Drive:
 
 
 def io_steals(path: Path, engine: IOEngine, *, width: int, tokens: int, memory: int, depth: int) -> float:
-    """The share of its speed that a matrix product on the CPU loses while the drive of `path` is kept busy with the
-    mix of a step, and what is written gets checksums; from 0 to 1. Half of `memory` is for each of the two.
+    """The share of its speed that a matrix product on the CPU loses beside a `busy_drive`; from 0 to 1. Half of
+    `memory` is for each of the two.
     """
-    request_bytes = min(request_size(memory // 2), STEAL_BYTES // 8)
     shape = product_shape(width, tokens, memory // 2)
+    busy_seconds(*shape, for_s=0.0)  # the first product is slower
+    alone_s = busy_seconds(*shape)
+    with busy_drive(path, engine, memory=memory // 2, depth=depth):
+        beside_s = busy_seconds(*shape)
+    return stolen(alone_s, beside_s)
+
+
+def stolen(alone_s: float, beside_s: float) -> float:
+    """`Hardware.io_steals` from what the same work took with the drive idle and with the drive busy."""
+    return min(1.0, max(0.0, 1 - alone_s / beside_s))
+
+
+@contextmanager
+def busy_drive(path: Path, engine: IOEngine, *, memory: int, depth: int) -> Iterator[None]:
+    """Inside, the drive of `path` is kept busy with the mix of a step, and what is written gets checksums.
+
+    memory: bytes for its buffers. Raises what the engine raised.
+    """
+    request_bytes = min(request_size(memory), STEAL_BYTES // 8)
     stop = threading.Event()
     failures: list[BaseException] = []
-    with probe_file(path, engine, nbytes=STEAL_BYTES, request_bytes=request_bytes, memory=memory // 2) as file:
+    with probe_file(path, engine, nbytes=STEAL_BYTES, request_bytes=request_bytes, memory=memory) as file:
         file.summed = True
 
         def keep_busy() -> None:
@@ -119,15 +130,12 @@ def io_steals(path: Path, engine: IOEngine, *, width: int, tokens: int, memory: 
             except BaseException as error:
                 failures.append(error)
 
-        busy_seconds(*shape, for_s=0.0)  # the first product is slower
-        alone_s = busy_seconds(*shape)
         thread = threading.Thread(target=keep_busy, name="measure")
         thread.start()
         try:
-            beside_s = busy_seconds(*shape)
+            yield
         finally:
             stop.set()
             thread.join()  # waits for the last requests of the probe
     if failures:
         raise failures[0]
-    return min(1.0, max(0.0, 1 - alone_s / beside_s))
