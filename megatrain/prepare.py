@@ -130,7 +130,8 @@ def _measured(run: RunConfig, units: Units, budget: int) -> tuple[Hardware, tupl
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
     width, tokens = min(text.hidden_size, 4096), min(tokens, 4096)
-    first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget)
+    clips = run.train.max_grad_norm is not None
+    first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget, clips=clips)
     return measure_drives(first, run.tiers.nvme, memory=budget)
 
 

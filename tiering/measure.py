@@ -25,11 +25,13 @@ from tiering.probe_file import MiB, probe_file
 STEAL_BYTES = 64 * MiB
 
 
-def measure(path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int = QUICK_BYTES) -> Hardware:
+def measure(
+    path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int = QUICK_BYTES, clips: bool = False
+) -> Hardware:
     """Rates of the drive of `path` and of this CPU; of what they take from each other nothing (`io_steals`).
 
-    width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take at a time. Raises what
-    the engine raises.
+    width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take at a time. clips:
+    gradients are scaled before an update. Raises what the engine raises.
     """
     link_bytes_per_s = drive_facts(folder_beside(path)).link_bytes_per_s
     with PosixEngine() as engine:
@@ -41,7 +43,7 @@ def measure(path: Path, *, width: int, tokens: int, memory: int, disk_bytes: int
         mixed=disk.mixed,
         queue_depth=disk.queue_depth,
         compute=compute_rate(*shape),
-        update=update_rate(update_elements(memory)),
+        update=update_rate(update_elements(memory), scaled=clips),
     )
 
 

@@ -50,12 +50,18 @@ def product_rate(rows: int, inner: int, columns: int, *, device: str = "cpu", re
     )
 
 
-def update_rate(count: int) -> Rate:
-    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU."""
+def update_rate(count: int, *, scaled: bool = False) -> Rate:
+    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU.
+
+    scaled: gradients are multiplied by a factor first, as clipping does; it goes over them once more.
+    """
+    factor = torch.tensor(0.5)
     parameter, gradient, mean, square = (torch.rand(count) for _ in range(4))
     step = torch.ones(())
 
     def run() -> None:
+        if scaled:
+            torch._foreach_mul_([gradient], factor)
         torch._fused_adamw_(
             [parameter], [gradient], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
             weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
@@ -63,7 +69,8 @@ def update_rate(count: int) -> Rate:
 
     repeats = max(REPEATS, min(64, COPY_BYTES // (16 * count)))  # a short run is disturbed more easily
     best_s = min(timed(run) for _ in range(repeats))
-    return _measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes")
+    before = ", gradients scaled" if scaled else ""
+    return _measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes{before}")
 
 
 def host_copy_rate(nbytes: int = COPY_BYTES) -> Rate:
