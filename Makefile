@@ -1,6 +1,6 @@
 # install: a virtual environment with the exact versions of requirements.lock; nothing to do when they are unchanged.
 # demo: trains a small model whose state does not fit in its memory budget. finetune: a real model, downloaded once.
-# test: every check. clean: removes what these leave.
+# test: every check. gpu-check: all that needs a GPU, in 8 minutes. clean: removes what these leave.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ DEMO := runs/demo
 FINETUNE := runs/finetune
 
 .DELETE_ON_ERROR:
-.PHONY: install demo finetune test torture fuzz clean
+.PHONY: install demo finetune test gpu-check torture fuzz clean
 
 install: $(STAMP)
 
@@ -38,6 +38,11 @@ test: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Installs and downloads nothing: where nothing is installed, any Python that has torch for CUDA will do (PYTHON=...).
+# CHECK holds options, as in make gpu-check CHECK='--path /mnt/nvme --json-file result.jsonl'.
+gpu-check:
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu_check $(CHECK)
 
 # A real run killed a hundred times, half of them with clipping: minutes.
 torture: install

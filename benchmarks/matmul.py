@@ -159,7 +159,7 @@ def _measured(shape: Shape, device: str) -> Timed:
     ):
         rows //= 2
     repeats = max(3, min(32, int(1e10 / shape.flops)))  # a short run is disturbed more easily
-    rate = product_rate(rows, shape.inner, shape.columns, device=device, repeats=repeats)
+    rate = product_rate(rows, shape.inner, shape.columns, device=torch.device(device), repeats=repeats)
     return Timed(shape=shape, rows=rows, rate=rate)
 
 

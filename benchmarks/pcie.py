@@ -1,7 +1,7 @@
 """How fast bytes move between host and GPU: to it, from it and both at once, pinned and pageable.
 
 Scope: `python -m benchmarks.pcie`. Without a GPU it says so and measures copies within the host.
-Not here: the timing (`tiering/measure_memory.py`), drives (`disk.py`).
+Not here: the timing (`tiering/measure_device.py`), drives (`disk.py`).
 """
 
 from typing import Annotated, Any
@@ -16,7 +16,8 @@ from megatrain.sizes import format_rate
 from tiering.hardware import Rate
 from tiering.hardware_file import ByteRate
 from tiering.limits import memory_limit
-from tiering.measure_memory import device_copy_rates, host_copy_rate
+from tiering.measure_device import device_copy_rates, first_device
+from tiering.measure_memory import host_copy_rate
 
 app = new_app()
 
@@ -43,10 +44,11 @@ def pcie(
 
 def measure(nbytes: int) -> tuple[str, dict[str, Rate]]:
     """The GPU's name (empty without one), and rates by name."""
-    import torch  # here, after the options have been accepted
+    import torch
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
-    return device, {"host_copy": host_copy_rate(nbytes)} | device_copy_rates(nbytes)
+    device = first_device()
+    name = torch.get_device_module(device).get_device_name(device) if device is not None else ""
+    return name, {"host_copy": host_copy_rate(nbytes)} | device_copy_rates(device, nbytes)
 
 
 def _as_json(device: str, rates: dict[str, Rate]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import UserError
 
+_CPU = torch.device("cpu")
 _IN_TUPLE = "_answers_in_tuple"
 """Attribute of a layer: whether what it returns is a tuple."""
 
@@ -66,11 +67,11 @@ def _seen_calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[li
 
 
 @contextmanager
-def weightless(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules' own parameters are zeros that take no memory (every element is the same one)."""
+def weightless(modules: Sequence[nn.Module], device: torch.device = _CPU) -> Iterator[None]:
+    """Inside, the modules' own parameters are zeros that take no memory (every element is the same one) of `device`."""
     kept = [(m, name, parameter) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
     for module, name, parameter in kept:
-        module._parameters[name] = torch.zeros(()).expand(parameter.shape)  # type: ignore[assignment]
+        module._parameters[name] = torch.zeros((), device=device).expand(parameter.shape)  # type: ignore[assignment]
     try:
         yield
     finally:

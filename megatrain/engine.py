@@ -45,8 +45,11 @@ class StepEngine:
         self.run = run
         self.manager = manager
         self.updates = updates
-        self.model = StreamedModel(units, manager.op, self._gradient_ready, manager.catch_up)
-        self._norm = GradientNorm(units)
+        device = manager.lanes.device
+        self.model = StreamedModel(
+            units, manager.op, self._gradient_ready, manager.catch_up, device=device, computed=manager.computed
+        )
+        self._norm = GradientNorm(units, device)
         owners = frozenset(unit.name for unit in units if unit.nbytes)
         self._late = frozenset(block.unit for block in manager.plan.workload.of_life("carried"))
         self._at_once = owners - self._late
@@ -68,7 +71,8 @@ class StepEngine:
         updates = self._pending_updates()
         if not self.clips:
             self.updates += 1
-            updates |= dict.fromkeys(self._at_once, Update(step=self.updates, scale=None))
+            updates |= dict.fromkeys(self._at_once, Update(step=self.updates, scale=None, refuse=self._refuse_until))
+        self._norm.begin()
         self.manager.begin(program, last=last, context=updates)
         losses = self.model.step(inputs, self.run.train.micro_batch, self.run.train.loss_chunk)
         return self._finish(sum(losses))
@@ -77,30 +81,40 @@ class StepEngine:
         return dict.fromkeys(self._late, self._pending) if self._pending is not None else {}
 
     def _gradient_ready(self, unit: str, gradients: Mapping[Slice, torch.Tensor]) -> None:
-        bad = self._norm.add(gradients)
-        if bad is not None and not self.clips:
-            # Updates of this step may have begun: it cannot be skipped, only left behind.
-            raise NonFiniteError(
-                f"the gradient of {bad} is not finite in step {self.updates}, and without clipping a step is updated "
-                f"as it goes. The committed state is step {self.manager.store.step}. Fix: resume from there with a "
-                f"lower optimizer.lr; a run with train.max_grad_norm skips such steps by itself."
-            )
+        self._norm.add(gradients)
+
+    def _refuse_until(self, unit: str) -> None:
+        """Raises `NonFiniteError` for a gradient of this step up to those of `unit`, which have reached the host."""
+        self._refuse(self._norm.bad_until(unit))
+
+    def _refuse(self, bad: str | None) -> None:
+        """Updates of this step may have begun: it cannot be skipped, only left behind."""
+        if bad is None:
+            return
+        error = NonFiniteError(
+            f"the gradient of {bad} is not finite in step {self.updates}, and without clipping a step is updated "
+            f"as it goes. The committed state is step {self.manager.store.step}. Fix: resume from there with a "
+            f"lower optimizer.lr; a run with train.max_grad_norm skips such steps by itself."
+        )
+        self.manager.pipeline.fail(error)
+        raise error
 
     def _finish(self, loss: float) -> StepResult:
-        bad = self._norm.first_bad()
-        total = self._norm.total()
+        """Everything has been computed: what is left of the norms comes to the host in one piece."""
+        norm, most = self._norm.total(), self.run.train.max_grad_norm
+        total, scale = torch.stack((norm, norm if most is None else clip_scale(norm, most))).cpu()
         self._pending = None
         if not self.clips:
+            self._refuse(self._norm.first_added_bad())
             if self._late:
                 self._pending = Update(step=self.updates, scale=None)
             lr = lr_at(self.run.optimizer, self.updates)
             return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=False)
         lr = lr_at(self.run.optimizer, self.updates + 1)  # a skipped step leaves it to the next one
+        bad = self._norm.first_bad()
         if bad is not None or not torch.isfinite(total):
             return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
         self._skipped_in_a_row = 0
-        assert self.run.train.max_grad_norm is not None
-        scale = clip_scale(total, self.run.train.max_grad_norm)
         self.updates += 1
         self._pending = Update(step=self.updates, scale=scale)
         return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=bool(scale < 1))

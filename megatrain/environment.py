@@ -24,6 +24,7 @@ from tiering.limits import memory_limit
 from tiering.pinning import PinFacts
 
 PIN_LIMIT = "MEGATRAIN_PIN_LIMIT"
+_CARD_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl")
 PACKAGES = ("torch", "transformers")
 CAP_IPC_LOCK = 14
 """Bit of the capability that lifts RLIMIT_MEMLOCK; source: `linux/capability.h`."""
@@ -107,7 +108,7 @@ def gather(
             Package(name="python", version=platform.python_version(), wanted=_python_wanted()),
             *(_package(name, torch_error if name == "torch" else "") for name in PACKAGES),
         ),
-        cuda=_cuda(torch, root),
+        cuda=cuda_facts(torch, root),
         storage=DirectStorage(
             kvikio=_is_installed("kvikio"),
             libcuda=loads("libcuda.so.1"),
@@ -120,7 +121,7 @@ def gather(
         memory_why=memory_why,
         available_bytes=min(memory_bytes, psutil.virtual_memory().available),
         memlock_bytes=None if limit == resource.RLIM_INFINITY or _may_lock_all(root) else limit,
-        pin_limit_bytes=_pin_limit(environ),
+        pin_limit_bytes=pin_limit(environ),
     )
 
 
@@ -154,8 +155,10 @@ def _python_wanted() -> str:
     return ""
 
 
-def _cuda(torch: ModuleType | None, root: Path) -> Cuda:
-    card = (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists()
+def cuda_facts(torch: ModuleType | None = None, root: Path = Path("/")) -> Cuda:
+    """What torch sees of CUDA. torch: the module, where it has been imported already."""
+    card = any((root / path).exists() for path in _CARD_FILES)
+    torch = _imported("torch")[0] if torch is None else torch
     if torch is None:
         return Cuda(why="torch cannot be imported", card=card)
     if torch.version.cuda is None:
@@ -207,7 +210,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _pin_limit(environ: Mapping[str, str]) -> int | None:
+def pin_limit(environ: Mapping[str, str]) -> int | None:
     text = environ.get(PIN_LIMIT, "").strip()
     if not text:
         return None

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from megatrain.accelerator import forwards_note
 from megatrain.checkpoint import Checkpoint
 from megatrain.committed import LOOK_S, CommitWatch, at_step, forward_tiers, run_of
 from megatrain.config import BYTES, RUN_FILE, TOKENIZER_FILE, DataConfig, ModelConfig, RunConfig
@@ -235,9 +236,11 @@ def _run_subject(run_dir: Path, step: int | None) -> Subject:
     watch = CommitWatch(run)
     if watch.step is None:
         raise UserError(f"{run_dir}: nothing is committed yet. Fix: wait for the first commit, or train")
+    note = forwards_note(run)
+    told = f"{run_dir}: step {watch.step}, weights stream through the tiers of the run"
     return Subject(
         name=str(run_dir),
-        told=f"{run_dir}: step {watch.step}, weights stream through the tiers of the run",
+        told=f"{told}; {note}" if note else told,
         step=watch.step,
         units=units,
         data=run.data,

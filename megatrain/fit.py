@@ -1,7 +1,7 @@
 """Does it fit? The refusals that need no model: of the budget, the drives, the device.
 
 Scope: checks on a run file and the machine that take well under a second.
-Not here: what only the model or torch can tell (`prepare.py`).
+Not here: what only the model or torch can tell (`prepare.py`), whether there is a device (`accelerator.py`).
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from megatrain.config import RunConfig
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from tiering.choose import refuse_engine
+from tiering.device import on_device
 from tiering.errors import BudgetError
 from tiering.hardware_file import DriveEntry, HardwareFile, load
 from tiering.limits import memory_limit
@@ -24,8 +25,6 @@ from tiering.plan import refuse
 
 def refuse_early(run: RunConfig) -> None:
     """Raises UserError or a TieringError for a run that cannot work, as far as can be told without torch."""
-    if run.device == "cuda":
-        raise UserError("device: cuda is not supported yet. Fix: device: cpu")
     for folder in run.tiers.nvme:
         refuse_engine(run.tiers.engine, folder)
     if run.tiers.hardware is not None:
@@ -37,7 +36,9 @@ def refuse_early(run: RunConfig) -> None:
     if known and sizes is not None and costs is not None:
         micro_batches = run.train.batch // run.train.micro_batch
         inputs = {name: micro_batches * cost.input_bytes for name, cost in costs.items()}
-        refuse_budget(run, [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes])
+        sizes = [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes]
+        # Whether `auto` has a device only torch can tell; one asks for no less of HOST.
+        refuse_budget(run, sizes, has_device=run.device == "cuda")
     else:
         host_budget(run)
 
@@ -59,9 +60,13 @@ def drives_of(run: RunConfig, file: HardwareFile) -> list[DriveEntry]:
     return found
 
 
-def refuse_budget(run: RunConfig, sizes: list[UnitSize]) -> None:
-    """Raises BudgetError if units of these sizes cannot be trained within the run's budget."""
+def refuse_budget(run: RunConfig, sizes: list[UnitSize], *, has_device: bool) -> None:
+    """Raises BudgetError if units of these sizes cannot be trained within the run's budget of host memory.
+
+    has_device: ops compute on a device with memory of its own.
+    """
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
+    workload = on_device(workload) if has_device else workload
     with in_settings():
         refuse(workload, host_budget(run), resident_share(run))
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from megatrain.accelerator import forwards_note
 from megatrain.committed import LOOK_S, CommitWatch, at_step, forward_tiers, run_of
 from megatrain.config import RunConfig
 from megatrain.errors import UserError
@@ -42,6 +43,8 @@ def generate(
     units.model.eval()
     generator = torch.Generator().manual_seed(seed)
     watch = CommitWatch(run)
+    if note := forwards_note(run):
+        console.print(note, highlight=False)
     with forward_tiers(run, units, watch) as manager, Progress(console=console, transient=True) as progress:
         model = StreamedModel(units, manager.op, lambda unit, gradients: None)
         for number in progress.track(range(max_new_tokens), description="tokens"):

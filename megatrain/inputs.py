@@ -1,6 +1,7 @@
 """What one step is given: tensors under the names that transformers uses.
 
-Scope: `Inputs`, made of a batch or of token ids alone; how many of its labels the loss counts.
+Scope: `Inputs`, made of a batch or of token ids alone, and brought to a device; how many of its labels the loss
+counts.
 Not here: where batches come from (`megatrain/data/`), what is done with them (`stream.py`).
 """
 
@@ -22,6 +23,11 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
     if batch.position_ids is not None:
         found["position_ids"] = torch.from_numpy(batch.position_ids)
     return found
+
+
+def on_device(inputs: Inputs, device: torch.device) -> dict[str, torch.Tensor]:
+    """The same inputs there, once for all units of a step; the very tensors where the device is the host itself."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
 
 
 def every_token(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -65,14 +65,16 @@ class Chunk:
     following: torch.Tensor | None = None
 
 
-def chunks(inputs: Inputs, rows: slice, length: int, *, whole: bool) -> Iterator[Chunk]:
-    """The chunks of a micro-batch in the order of the sequence, `length` positions each. whole: there is only one."""
+def chunks(inputs: Inputs, rows: slice, length: int, *, counted: int, whole: bool) -> Iterator[Chunk]:
+    """The chunks of a micro-batch in the order of the sequence, `length` positions each. counted: labels of the step,
+    as `supervised` counts them; whole: there is only one chunk.
+    """
     ids, labels = inputs["input_ids"], inputs["labels"]
     following = None if whole else next_tokens(labels)
     for begin in range(0, labels.shape[1], length):
         at = rows, slice(begin, begin + length)
         shifted = None if following is None else following[at]
-        yield Chunk(at=at, input_ids=ids[at], labels=labels[at], counted=supervised(labels), following=shifted)
+        yield Chunk(at=at, input_ids=ids[at], labels=labels[at], counted=counted, following=shifted)
 
 
 def next_tokens(labels: torch.Tensor) -> torch.Tensor:
@@ -113,8 +115,9 @@ def _fault(units: Units) -> str | None:
     """Why the loss of this model cannot be cut; None if it can."""
     inputs, row = every_token(torch.arange(1, _TRIED + 1)[None]), slice(0, 1)
     try:
-        (whole,) = (_tried(units, chunk) for chunk in chunks(inputs, row, _TRIED, whole=True))
-        parts = [_tried(units, chunk) for chunk in chunks(inputs, row, _CUT, whole=False)]
+        counted = supervised(inputs["labels"])
+        (whole,) = (_tried(units, chunk) for chunk in chunks(inputs, row, _TRIED, counted=counted, whole=True))
+        parts = [_tried(units, chunk) for chunk in chunks(inputs, row, _CUT, counted=counted, whole=False)]
     except Exception as error:  # any class: whatever the model's code does with a head alone
         return f"it does not run on a head alone ({' '.join(str(error).split())[:200]})"
     if abs(whole - sum(parts)) <= 1e-4 * abs(whole):

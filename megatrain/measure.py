@@ -31,11 +31,11 @@ from tiering.hardware_file import (
 )
 from tiering.limits import memory_limit
 from tiering.measure import io_steals
+from tiering.measure_device import device_copy_rates, first_device
 from tiering.measure_disk import DEPTHS, QUICK_DEPTHS, GiB, measure_drive
 from tiering.measure_memory import (
     COPY_BYTES,
     compute_rate,
-    device_copy_rates,
     host_copy_rate,
     product_shape,
     update_elements,
@@ -74,7 +74,8 @@ def measure_machine(paths: Sequence[Path], out: Path, *, quick: bool, console: C
             progress.advance(task)
         host = _host(paths[0], drives[0], memory, step)
         progress.advance(task)
-        device = _device(host, memory, step) if torch.cuda.is_available() else None
+        found = first_device()
+        device = _device(found, host, memory, step) if found is not None else None
         progress.advance(task)
     file = HardwareFile(host=host, device=device, drives=tuple(drives))
     dump(file, out)
@@ -134,16 +135,17 @@ def _host(path: Path, drive: DriveEntry, memory: int, step: Callable[[str], None
     )
 
 
-def _device(host: HostEntry, memory: int, step: Callable[[str], None]) -> DeviceEntry:
+def _device(device: torch.device, host: HostEntry, memory: int, step: Callable[[str], None]) -> DeviceEntry:
     step("copies to and from the GPU")
-    copies = {name: ByteRate.of(rate) for name, rate in device_copy_rates(min(COPY_BYTES, memory // 4)).items()}
+    rates = device_copy_rates(device, min(COPY_BYTES, memory // 4))
+    copies = {name: ByteRate.of(rate) for name, rate in rates.items()}
     step("matrix products on the GPU")
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.get_device_module(device).get_device_properties(device)
     shape = product_shape(DEVICE_WIDTH, DEVICE_TOKENS, properties.total_memory // 8)
     return DeviceEntry(
         name=properties.name,
         memory_bytes=properties.total_memory,
-        compute=FlopRate.of(compute_rate(*shape, device="cuda")),
+        compute=FlopRate.of(compute_rate(*shape, device=device)),
         **copies,
     )
 

@@ -6,13 +6,19 @@ Not here: when a tile is updated (`programs.py`, `tiering`), the learning rate o
 
 Source of the equality: the fused CPU kernel works in units of 16 elements, so cutting a tensor at multiples of 16
 elements from its start leaves every element on the same code path; norms are taken of whole parameters.
+
+Updates run on the CPU, wherever gradients are computed. Norms are taken where the gradients are; the host sees them
+without waiting for the device, in a copy that arrives before the gradient itself does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import numpy as np
 import torch
+from torch.utils._foreach_utils import _has_foreach_support
 
 from megatrain.config import OptimizerConfig
 from megatrain.errors import UserError
@@ -21,6 +27,8 @@ from megatrain.programs import block_name
 from megatrain.schedules import lr_at
 from tiering.errors import TieringError
 from tiering.schedule import Action
+
+_CPU = torch.device("cpu")
 
 
 class NonFiniteError(TieringError):
@@ -31,10 +39,13 @@ class NonFiniteError(TieringError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step needs besides gradients. step: counted from 1. scale: None, or the clip factor."""
+    """What one optimizer step needs besides gradients. step: counted from 1. scale: None, or the clip factor, on the
+    CPU. refuse: called with a unit's name before any of its tiles changes; raises where its gradient is no good.
+    """
 
     step: int
     scale: torch.Tensor | None
+    refuse: Callable[[str], None] | None = None
 
 
 class TiledAdamW:
@@ -53,6 +64,8 @@ class TiledAdamW:
         x = action.operands[0]
         unit = x.block.rpartition("/")[0]
         update = updates[unit]
+        if update.refuse is not None:
+            update.refuse(unit)
         slices = self._units[unit].slices
         for decays in (True, False):
             group = [place for place in slices if (place.name not in self._kept) == decays]
@@ -116,30 +129,68 @@ def undecayed(units: Units, patterns: Sequence[str]) -> frozenset[str]:
 
 
 class GradientNorm:
-    """The norm of all gradients of a step, from the norms of parameters as they become whole."""
+    """The norm of all gradients of a step, from the norms of parameters as they become whole.
 
-    def __init__(self, units: Units) -> None:
+    `add` waits for nothing. What it tells the host arrives there when the device has computed so far: before any copy
+    of these gradients to the host does, which has to wait for the same.
+    """
+
+    def __init__(self, units: Units, device: torch.device = _CPU) -> None:
+        """device: where the gradients are."""
         self._order = [place for unit, place in units.slices() if not unit.frozen]
+        self._unit = {place: unit.name for unit, place in units.slices()}
         self._norms: dict[Slice, torch.Tensor] = {}
+        self._told = torch.empty(len(self._order), pin_memory=device.type != "cpu")
+        self._last: dict[str, int] = {}  # of a unit: how many had been added with it
+        self._sound = 0  # so many of the first ones are known to be finite
 
-    def add(self, gradients: Mapping[Slice, torch.Tensor]) -> str | None:
-        """Note the norms of some parameters; returns the name of one whose norm is not finite, if any."""
-        for place, gradient in gradients.items():
-            self._norms[place] = torch.linalg.vector_norm(gradient)
-        stacked = torch.stack([self._norms[place] for place in gradients])
-        if bool(torch.isfinite(stacked).all()):
-            return None
-        return next(place.name for place in gradients if not torch.isfinite(self._norms[place]))
-
-    def total(self) -> torch.Tensor:
-        """The global norm, as `torch.nn.utils.get_total_norm` gives it; forgets the step's norms."""
-        total = torch.linalg.vector_norm(torch.stack([self._norms[place] for place in self._order]))
+    def begin(self) -> None:
+        """Forget the step before."""
         self._norms.clear()
-        return total
+        self._last.clear()
+        self._sound = 0
+
+    def add(self, gradients: Mapping[Slice, torch.Tensor]) -> None:
+        """Note the norms of some parameters, each once a step."""
+        before = len(self._norms)
+        self._norms.update(zip(gradients, _norms(list(gradients.values())), strict=True))
+        stacked = torch.stack([self._norms[place] for place in gradients])
+        self._told[before : len(self._norms)].copy_(stacked, non_blocking=True)
+        self._last.update((self._unit[place], len(self._norms)) for place in gradients)
+
+    def bad_until(self, unit: str) -> str | None:
+        """The first parameter, in the order of `add`, whose norm is not finite: up to those of `unit`, whose gradients
+        have to have reached the host. None too for a unit that this step has not come to: what is still to be updated
+        of the step before was looked at when that ended.
+        """
+        return self._bad_until(self._last.get(unit, 0))
+
+    def first_added_bad(self) -> str | None:
+        """The same for all that were added; the device has to have computed them."""
+        return self._bad_until(len(self._norms))
+
+    def _bad_until(self, count: int) -> str | None:
+        bad = np.flatnonzero(~np.isfinite(self._told.numpy()[self._sound : count]))
+        if len(bad):
+            return list(self._norms)[self._sound + bad[0]].name
+        self._sound = max(self._sound, count)
+        return None
 
     def first_bad(self) -> str | None:
-        """In the model's order, the first parameter whose gradient norm is not finite."""
-        return next((p.name for p in self._order if p in self._norms and not torch.isfinite(self._norms[p])), None)
+        """In the model's order, the first parameter whose norm is not finite; the device has to have computed them."""
+        told = dict(zip(self._norms, self._told.tolist(), strict=False))
+        return next((place.name for place in self._order if not math.isfinite(told.get(place, 0.0))), None)
+
+    def total(self) -> torch.Tensor:
+        """The global norm, as `torch.nn.utils.get_total_norm` gives it, where the gradients are."""
+        return torch.linalg.vector_norm(torch.stack([self._norms[place] for place in self._order]))
+
+
+def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """One norm each, by the kernel that `torch.nn.utils.get_total_norm` takes on their device."""
+    if _has_foreach_support(gradients, gradients[0].device):
+        return torch._foreach_norm(gradients)
+    return [torch.linalg.vector_norm(gradient) for gradient in gradients]
 
 
 def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:

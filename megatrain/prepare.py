@@ -1,7 +1,8 @@
 """From a run file to everything that is decided before anything is written: units, workload, budget, plan.
 
-Scope: the order of refusals (cheapest first), the memory that computing takes beside the arena.
-Not here: the plan itself (`tiering/plan.py`), showing it (`report.py`), carrying it out (`trainer.py`).
+Scope: the order of refusals (cheapest first), the rates and times that a plan is made with.
+Not here: the device (`accelerator.py`) and what a plan may take of it (`device_memory.py`), the plan itself
+(`tiering/plan.py`), showing it (`report.py`), carrying it out (`trainer.py`).
 """
 
 import importlib
@@ -10,12 +11,16 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 import psutil
+import torch
 
+from megatrain.accelerator import Accelerator, find_accelerator, move_buffers
 from megatrain.catalog.unit_cost import UnitCost
 from megatrain.checkpoint import Checkpoint
 from megatrain.chunks import chunk_length
 from megatrain.config import RunConfig
+from megatrain.device_memory import DeviceRoom, device_shortage, room_beside
 from megatrain.errors import UserError
+from megatrain.exactness import is_inexact
 from megatrain.fit import drives_of, host_budget, in_settings, refuse_budget, refuse_early, resident_share
 from megatrain.heap import Heap
 from megatrain.loss import refuse_uncuttable
@@ -26,13 +31,15 @@ from megatrain.run_model import build_units, open_checkpoint
 from megatrain.timing import REPEATS, UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
-from tiering.hardware import Drive, Hardware, assumed_hardware
+from tiering.hardware import Drive, Hardware, Rate, assumed_hardware
 from tiering.hardware_file import load
+from tiering.lanes import Lanes
 from tiering.measure import busy_drive, io_steals, measure, measure_drives, shared, stolen
 from tiering.plan import Line, Plan, make_plan
 from tiering.posix import PosixEngine
 from tiering.workload import Workload
 
+_CPU = torch.device("cpu")
 MEASURE_MOST_S = 2.0
 """Units that would take longer than this to run once are reckoned from their flops instead."""
 
@@ -42,74 +49,100 @@ RESERVED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that fits. drives: that of each folder of `tiers.nvme`; hardware has all of them together. compute_lines:
-    memory beside the arena, bytes; baseline: this process before it starts.
+    """A run that fits. drives: that of each folder of `tiers.nvme`; hardware has all of them together. cpu: FLOP/s of
+    the host, whatever computes the run. compute_lines: memory of the host beside the arena, bytes; baseline: this
+    process before it starts. accelerator, room: the device that computes and its memory; None: the CPU, in HOST.
     """
 
     run: RunConfig
     units: Units
     plan: Plan
     hardware: Hardware
+    cpu: Rate
     drives: tuple[Drive, ...]
     costs: Mapping[str, UnitCost]
     times: Mapping[str, UnitTime]
     checkpoint: Checkpoint | None
     host_budget: int
-    heap: Heap
+    heap: Heap | None
     compute_lines: tuple[Line, ...]
     baseline_bytes: int
+    accelerator: Accelerator | None = None
+    room: DeviceRoom | None = None
 
     @property
     def compute_bytes(self) -> int:
         return sum(line.nbytes for line in self.compute_lines)
 
+    def lanes(self) -> Lanes | None:
+        """Those of the device, for one opening of the state; None where the CPU computes."""
+        return None if self.accelerator is None else self.accelerator.lanes()
+
+    @property
+    def device(self) -> torch.device:
+        return _CPU if self.accelerator is None else self.accelerator.device
+
 
 def prepare(run: RunConfig) -> Prepared:
     """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written."""
     refuse_early(run)
+    accelerator = find_accelerator(run)
+    device = _CPU if accelerator is None else accelerator.device
     units = build_units(run.model)
     budget = host_budget(run)
     checkpoint = open_checkpoint(run.model, units)
     if run.train.loss_chunk is not None:
         refuse_uncuttable(units, "train.loss_chunk")
-    costs = profile(units, run.train.micro_batch, run.data.seq_len, run.train.loss_chunk)
+    buffer_bytes = move_buffers(units.model, device)
+    costs = profile(units, run.train.micro_batch, run.data.seq_len, run.train.loss_chunk, device)
     micro_batches = run.train.batch // run.train.micro_batch
-    refuse_budget(run, _costed(units, costs, {}, micro_batches))
-    room = Line(what="threads and bookkeeping", nbytes=WORKING_ROOM)
-    lines = compute_lines(costs, units.head.name, micro_batches, chunked=_chunked(run))
-    _refuse_compute(run, (*lines, room))
-    hardware, drives = _measured(run, units, budget)
-    heap = Heap(RESERVED * sum(line.nbytes for line in lines))
-    times = _timed(run, units, costs, hardware, budget)
+    refuse_budget(run, _costed(units, costs, {}, micro_batches), has_device=accelerator is not None)
+    own: tuple[Line, ...] = (Line(what="threads and bookkeeping", nbytes=WORKING_ROOM),)
+    on_host = accelerator is None
+    lines = compute_lines(costs, units.head.name, micro_batches, chunked=_chunked(run), on_host=on_host)
+    room = None if accelerator is None else room_beside(run, accelerator, lines, buffer_bytes)
+    if room is None:
+        _refuse_compute(run, (*lines, *own))
+    hardware, drives, cpu = _measured(run, units, budget, accelerator, room)
+    heap = Heap(RESERVED * sum(line.nbytes for line in lines)) if on_host else None
+    times = _timed(run, units, costs, hardware, budget if room is None else room.budget_bytes, device)
     if run.tiers.hardware is None:
-        hardware = replace(hardware, io_steals=_stolen(run, units, hardware, budget, times))
-    if times:
+        hardware = replace(hardware, io_steals=_stolen(run, units, hardware, budget, times if on_host else {}))
+    if times and heap is not None:
         lines = seen(lines, heap.release())
-    sizes = _costed(units, costs, times, micro_batches)
-    with in_settings():
-        plan = plan_training(
-            sizes,
-            hardware,
-            Limits(host_bytes=budget, resident=resident_share(run)),
-            deferred=run.train.max_grad_norm is not None,
-            late=None if run.tiers.late_updates == "auto" else run.tiers.late_updates,
-            validates=run.data.validation is not None,
-        )
+    plan = _planned(run, _costed(units, costs, times, micro_batches), hardware, budget, room)
     importlib.import_module("zarr")  # the store will: what it takes belongs to the baseline
     return Prepared(
         run=run,
         units=units,
         plan=plan,
         hardware=hardware,
+        cpu=cpu,
         drives=drives,
         costs=costs,
         times=times,
         checkpoint=checkpoint,
         host_budget=budget,
         heap=heap,
-        compute_lines=(*lines, room),
+        compute_lines=(*lines, *own) if on_host else own,
         baseline_bytes=psutil.Process().memory_info().rss,
+        accelerator=accelerator,
+        room=room,
     )
+
+
+def _planned(run: RunConfig, sizes: list[UnitSize], hardware: Hardware, budget: int, room: DeviceRoom | None) -> Plan:
+    """Raises BudgetError in the words of the run file."""
+    device_bytes = None if room is None else room.budget_bytes
+    with in_settings(), device_shortage(room):
+        return plan_training(
+            sizes,
+            hardware,
+            Limits(host_bytes=budget, resident=resident_share(run), device_bytes=device_bytes),
+            deferred=run.train.max_grad_norm is not None,
+            late=None if run.tiers.late_updates == "auto" else run.tiers.late_updates,
+            validates=run.data.validation is not None,
+        )
 
 
 def forward_plan(run: RunConfig, units: Units) -> Plan:
@@ -119,30 +152,54 @@ def forward_plan(run: RunConfig, units: Units) -> Plan:
         return make_plan(workload, assumed_hardware(), host_budget(run))
 
 
-def _measured(run: RunConfig, units: Units, budget: int) -> tuple[Hardware, tuple[Drive, ...]]:
-    """Rates of this machine and of each drive: from the file that the run names, else measured now."""
+def _measured(
+    run: RunConfig, units: Units, budget: int, accelerator: Accelerator | None, room: DeviceRoom | None
+) -> tuple[Hardware, tuple[Drive, ...], Rate]:
+    """Rates of this machine, of each drive, and of its CPU: from the file that the run names, else measured now."""
     if run.tiers.hardware is not None:
         file = load(run.tiers.hardware)
         entries = drives_of(run, file)
         used = tuple(drive for drive in file.drives if drive in entries)
         drives = tuple(shared(entry.drive(), entries.count(entry)) for entry in entries)
-        return file.model_copy(update={"drives": used}).hardware(), drives
+        file = file.model_copy(update={"drives": used})
+        return file.hardware(on_device=accelerator is not None), drives, file.host.compute.rate()
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
     width, tokens = min(text.hidden_size, 4096), min(tokens, 4096)
     clips = run.train.max_grad_norm is not None
     first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget, clips=clips)
-    return measure_drives(first, run.tiers.nvme, memory=budget)
+    hardware, drives = measure_drives(first, run.tiers.nvme, memory=budget)
+    if accelerator is not None and room is not None:
+        hardware = accelerator.rates(width, tokens, room.budget_bytes).beside(hardware)
+    return hardware, drives, first.compute
 
 
 def _timed(
-    run: RunConfig, units: Units, costs: Mapping[str, UnitCost], hardware: Hardware, budget: int
+    run: RunConfig,
+    units: Units,
+    costs: Mapping[str, UnitCost],
+    hardware: Hardware,
+    budget: int,
+    device: torch.device,
 ) -> dict[str, UnitTime]:
-    """Measured seconds of each unit; nothing where measuring would itself take long."""
+    """Measured seconds of each unit on the device that computes; nothing where measuring would itself take long, or
+    does not fit there. budget: bytes of that device's memory.
+    """
+    largest = max(unit.nbytes for unit in units.stored)
+    if device.type != "cpu" and 2 * largest > budget:
+        return {}
     flops = sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values()))
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
-    return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk)
+    try:
+        return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk, device)
+    except RuntimeError as error:
+        if not is_inexact(error):
+            raise
+        raise UserError(
+            f"device: {device.type}: {type(units.model).__name__} computes with an operator that gives other bits each "
+            f"time there: {str(error).partition('. ')[0]}. Fix: device: cpu"
+        ) from error
 
 
 def _stolen(run: RunConfig, units: Units, hardware: Hardware, budget: int, times: Mapping[str, UnitTime]) -> float:

@@ -28,14 +28,18 @@ from megatrain.loss import Chunk, Hidden, head_loss, next_tokens
 from megatrain.model import Slice, Unit, Units, bound
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
-def profile(units: Units, micro_batch: int, seq_len: int, loss_chunk: int | None = None) -> dict[str, UnitCost]:
+def profile(
+    units: Units, micro_batch: int, seq_len: int, loss_chunk: int | None = None, device: torch.device = _CPU
+) -> dict[str, UnitCost]:
     """Cost of each unit for a micro-batch of [micro_batch, seq_len] tokens, by unit name.
 
-    loss_chunk: tokens of it whose logits exist at a time (None: all).
+    loss_chunk: tokens of it whose logits exist at a time (None: all). device: that of the model's buffers; its kernels
+    are the ones that are counted, and they take other memory than those of the CPU.
     """
-    calls = _calls(units, micro_batch, seq_len)
+    calls = _calls(units, micro_batch, seq_len, device)
     known: dict[Any, UnitCost] = {}
     costs: dict[str, UnitCost] = {}
     hidden: torch.Tensor | None = None
@@ -48,7 +52,7 @@ def profile(units: Units, micro_batch: int, seq_len: int, loss_chunk: int | None
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         key = (type(unit.module), tuple(s.shape for s in unit.slices), tuple(tuple(t.shape) for t in tensors))
         if key not in known:
-            known[key] = _unit_cost(units, unit, unit.module, args, kwargs)
+            known[key] = _unit_cost(units, unit, unit.module, args, kwargs, device)
         costs[unit.name] = replace(known[key], input_bytes=_input_bytes(tensors))
         hidden = tensors[0] if tensors and tensors[0].is_floating_point() else hidden
     return costs
@@ -60,13 +64,13 @@ def _input_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return 4 * hidden.numel() if hidden is not None and hidden.is_floating_point() else 0
 
 
-def _calls(units: Units, micro_batch: int, seq_len: int) -> dict[str, tuple[Any, Any]]:
+def _calls(units: Units, micro_batch: int, seq_len: int, device: torch.device) -> dict[str, tuple[Any, Any]]:
     """What the base model calls its units with, seen in one real run in which no unit computes."""
     named = {unit.module: unit.name for unit in units if unit.module is not None}
     calls: dict[str, tuple[Any, Any]] = {}
     layers = [unit.module for unit in units if unit.module is not None]
     base = units.model.base_model
-    ids = torch.zeros(micro_batch, seq_len, dtype=torch.long)
+    ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=device)
 
     def seen(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls[named[module]] = (args, kwargs)
@@ -74,7 +78,8 @@ def _calls(units: Units, micro_batch: int, seq_len: int) -> dict[str, tuple[Any,
     passed = [module for module in layers if not _sees_ids(module)]
     hooks = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in layers if m not in passed]
     try:
-        with torch.no_grad(), weightless([m for m in layers if m not in passed]), passing_on(passed, seen):
+        computing = [m for m in layers if m not in passed]
+        with torch.no_grad(), weightless(computing, device), passing_on(passed, seen):
             base(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -87,14 +92,14 @@ def _sees_ids(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
-def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> UnitCost:
+def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> UnitCost:
     def run(mode: FakeTensorMode) -> torch.Tensor:
-        fake_args, fake_kwargs = tree_map(lambda x: _fake(mode, x), (args, kwargs))
+        fake_args, fake_kwargs = tree_map(lambda x: _fake(mode, x, device), (args, kwargs))
         outputs, _ = tree_flatten(module(*fake_args, **fake_kwargs))
         result: torch.Tensor = outputs[0]
         return result
 
-    cost = _seen(unit, run)
+    cost = _seen(unit, run, device)
     if cost is not None:
         return cost
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -122,14 +127,14 @@ def _head_cost(units: Units, hidden: torch.Tensor, loss_chunk: int | None) -> Un
     length = chunk_length(rows, seq_len, loss_chunk)
 
     def run(mode: FakeTensorMode) -> torch.Tensor:
-        state = _fake(mode, hidden[:, :length])
-        labels = _fake(mode, torch.zeros(rows, length, dtype=torch.long))
+        state = _fake(mode, hidden[:, :length], hidden.device)
+        labels = _fake(mode, torch.zeros(rows, length, dtype=torch.long, device=hidden.device), hidden.device)
         following = None if loss_chunk is None else next_tokens(labels)
         at = slice(0, rows), slice(0, length)
         chunk = Chunk(at=at, input_ids=labels, labels=labels, counted=1, following=following)
         return head_loss(units.model, Hidden(last_hidden_state=state.contiguous()), chunk)
 
-    cost = _seen(units.head, run)
+    cost = _seen(units.head, run, hidden.device)
     chunks = seq_len / length
     if cost is not None:
         return replace(cost, forward_flops=chunks * cost.forward_flops, backward_flops=chunks * cost.backward_flops)
@@ -140,14 +145,14 @@ def _head_cost(units: Units, hidden: torch.Tensor, loss_chunk: int | None) -> Un
     )
 
 
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
+def _fake(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    fake = mode.from_tensor(value.detach() if value.device.type != "meta" else torch.empty(value.shape))
+    fake = mode.from_tensor(value.detach() if value.device.type != "meta" else torch.empty(value.shape, device=device))
     return fake.requires_grad_() if value.is_floating_point() else fake
 
 
-def _seen(unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor]) -> UnitCost | None:
+def _seen(unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor], device: torch.device) -> UnitCost | None:
     """Forward and backward on fake tensors; None if the unit's code looks at values."""
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     level = noise.level
@@ -155,7 +160,7 @@ def _seen(unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor]) -> UnitCost
         noise.setLevel(logging.CRITICAL)  # it logs what is raised, with a trace
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             values: dict[Slice, torch.Tensor] = {
-                b.slice: torch.empty(b.slice.shape, requires_grad=True) for b in unit.bindings
+                b.slice: torch.empty(b.slice.shape, device=device, requires_grad=True) for b in unit.bindings
             }
             with bound(unit, values), _quiet_flops() as forward, _Peak() as peak:
                 output = run(mode)

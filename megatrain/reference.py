@@ -1,7 +1,11 @@
-"""The plain loop that a tiered run has to equal bit for bit: transformers, torch, everything in RAM.
+"""The plain loop that a tiered run has to equal bit for bit: transformers, torch, everything in memory.
 
 Scope: N steps of AdamW with gradient accumulation and clipping, as anyone would write them; the loss over chunks.
 Not here: anything of this project's tiers; this file imports none of it.
+
+On a device the model is there, and so are its gradients, their norm and the clipping. AdamW is that of the CPU, on
+masters that are moved there and back: a tiered run updates on the CPU, and the fused kernels of the two round in
+different ways. Both loops need the settings under which a device gives the same bits twice (`exactness.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +16,8 @@ from typing import Any
 
 import torch
 from transformers import get_scheduler
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +43,23 @@ def train_plain(
     loss_chunk: int | None = None,
     no_decay: Sequence[str] = (),
     schedule: Mapping[str, Any] | None = None,
+    device: torch.device = _CPU,
 ) -> Reference:
     """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
+    Everything comes back on the CPU, wherever it was computed.
 
     optimizer: arguments of `torch.optim.AdamW`. A parameter that no token reached has gradient zero, not none.
     loss_chunk: tokens of a micro-batch whose loss is computed at a time; None: all, by the model itself. no_decay:
     patterns of the names of parameters without weight decay. schedule: arguments of `transformers.get_scheduler`; None:
-    the learning rate stays as it is.
+    the learning rate stays as it is. device: where the model is trained.
     """
+    model.to(device)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    masters = _masters(named)
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in no_decay)]
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for name, parameter in named.items() if name not in kept]},
-        {"params": [named[name] for name in kept], "weight_decay": 0.0},
+        {"params": [master for name, master in masters.items() if name not in kept]},
+        {"params": [masters[name] for name in kept], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **optimizer)
     scheduler = get_scheduler(optimizer=adamw, **(schedule or {"name": "constant"}))
@@ -61,7 +71,7 @@ def train_plain(
         supervised = int((batch["labels"][:, 1:] != -100).sum())
         parts = []
         for begin in range(0, len(batch["labels"]), micro_batch):
-            part = {name: tensor[begin : begin + micro_batch] for name, tensor in batch.items()}
+            part = {name: tensor[begin : begin + micro_batch].to(device) for name, tensor in batch.items()}
             if loss_chunk is not None:
                 parts.append(chunked_backward(model, part, loss_chunk, supervised))
                 continue
@@ -78,11 +88,14 @@ def train_plain(
             norm = torch.nn.utils.clip_grad_norm_(named.values(), max_grad_norm)
         grad_norms.append(norm.item())
         lrs.append(adamw.param_groups[0]["lr"])
+        _hand_over(named, masters)
         adamw.step()
         scheduler.step()
         adamw.zero_grad()
+        _take_back(named, masters)
         progress(number)
-    moments = {name: adamw.state[parameter] for name, parameter in named.items()}
+    model.to(_CPU)
+    moments = {name: adamw.state[master] for name, master in masters.items()}
     return Reference(
         losses=losses,
         grad_norms=grad_norms,
@@ -91,6 +104,31 @@ def train_plain(
         exp_avg={name: state["exp_avg"] for name, state in moments.items()},
         exp_avg_sq={name: state["exp_avg_sq"] for name, state in moments.items()},
     )
+
+
+def _masters(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """What AdamW updates: the parameters themselves on the CPU, copies of them on the CPU for those of a device."""
+    return {
+        name: parameter if parameter.device == _CPU else torch.nn.Parameter(parameter.detach().cpu())
+        for name, parameter in named.items()
+    }
+
+
+def _hand_over(named: Mapping[str, torch.nn.Parameter], masters: Mapping[str, torch.nn.Parameter]) -> None:
+    """The masters get the gradients of the step."""
+    for name, master in masters.items():
+        if master is not named[name]:
+            gradient = named[name].grad
+            assert gradient is not None
+            master.grad, named[name].grad = gradient.cpu(), None
+
+
+def _take_back(named: Mapping[str, torch.nn.Parameter], masters: Mapping[str, torch.nn.Parameter]) -> None:
+    """The model goes on with the weights that the masters have now."""
+    with torch.no_grad():
+        for name, master in masters.items():
+            if master is not named[name]:
+                named[name].copy_(master)
 
 
 def chunked_backward(model: Any, batch: Mapping[str, torch.Tensor], loss_chunk: int, supervised: int) -> float:

@@ -1,6 +1,7 @@
 """What `megatrain plan` says about a run: the forecast of what was prepared.
 
-Scope: `PlanReport`, from a prepared run to the record that `tierplan` makes too, its JSON object, its rendering.
+Scope: `PlanReport`, from a prepared run to the record that `tierplan` makes too, its JSON object, its rendering; the
+line that names the device.
 Not here: making the plan (`prepare.py`), the figures (`tierplan/forecast.py`), their tables (`tierplan/tables.py`).
 """
 
@@ -8,19 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.console import Console
 
+from megatrain.accelerator import why_none
 from megatrain.catalog.shapes import active_parameters
 from megatrain.config import RunConfig
 from megatrain.keeping import keep_lines
 from megatrain.model import Units
 from megatrain.optim import undecayed
 from megatrain.prepare import Prepared, prepare
+from megatrain.random_state import drew_on_device
 from megatrain.schedules import schedule_lines
+from megatrain.sizes import format_size
 from megatrain.tierplan.forecast import Assumption, Forecast, Memory
 from megatrain.tierplan.question import assumed_rates
 from megatrain.tierplan.tables import render
 from tiering.plan import Line
+from tiering.store import BlockStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,9 @@ class PlanReport:
     prepared: Prepared
 
     def forecast(self) -> Forecast:
-        """The run as `tierplan` sees it too. Only the arena's budget is given: the run file bounds nothing else."""
+        """The run as `tierplan` sees it too. Of the host only the arena's budget is given: the run file bounds nothing
+        else of it.
+        """
         prepared, run, hardware = self.prepared, self.prepared.run, self.prepared.hardware
         config = run.model.json_config()
         unseen = [name for name, cost in prepared.costs.items() if cost.assumed]
@@ -51,6 +59,7 @@ class PlanReport:
                 compute=prepared.compute_lines,
                 baseline=Line(what="this process before it starts", nbytes=prepared.baseline_bytes),
             ),
+            device=self._device(),
             drives=prepared.drives,
             assumptions=(
                 *assumed_rates(hardware),
@@ -65,6 +74,19 @@ class PlanReport:
                 *schedule_lines(run),
                 *keep_lines(prepared),
             ),
+        )
+
+    def _device(self) -> Memory | None:
+        """The sum of the device's memory, where it has its own."""
+        room = self.prepared.room
+        if room is None:
+            return None
+        return Memory(
+            arena=(Line(what="blocks that ops compute on", nbytes=self.prepared.plan.device_bytes),),
+            arena_budget_bytes=room.budget_bytes,
+            compute=room.compute,
+            baseline=room.context,
+            given_bytes=room.given_bytes,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -100,6 +122,29 @@ def parameter_groups(units: Units, no_decay: Sequence[str]) -> list[str]:
         elements = sum(place.numel for _, place in units.slices() if place.name in kept)
         lines.append(f"no weight decay for {elements:,} parameters in {len(kept)} tensors")
     return lines
+
+
+def device_line(prepared: Prepared) -> str:
+    """Which device computes and which one updates, in a line."""
+    run, accelerator, room = prepared.run, prepared.accelerator, prepared.room
+    threads = f"{torch.get_num_threads()} threads"
+    if accelerator is None or room is None:
+        note = why_none(run)
+        return f"Device: cpu, {threads} ({run.device}{f'; {note}' if note else ''})"
+    which = f", the first of {accelerator.count}" if accelerator.count > 1 else ""
+    return (
+        f"Device: {accelerator.device.type}, {accelerator.name}{which}, {format_size(room.given_bytes)} of "
+        f"{format_size(accelerator.memory_bytes)} ({run.device}); updates: cpu, {threads}"
+    )
+
+
+def moved_line(prepared: Prepared, store: BlockStore) -> str:
+    """For a state that goes on elsewhere: its bits are then those of two devices. Empty for any other."""
+    before, now = drew_on_device(store.run), prepared.device.type != "cpu"
+    if not store.step or before == now:
+        return ""
+    where = "on a device" if before else "on the CPU"
+    return f"step {store.step} was computed {where}; from here on {prepared.device.type} computes, and rounds otherwise"
 
 
 def plan_report(run: RunConfig) -> PlanReport:

@@ -226,6 +226,7 @@ def _created(prepared: Prepared, folders: Sequence[Path], named: Mapping[str, Js
         others=others,
         rates=[rate_of(drive) for drive in prepared.drives] if others else [],
         engine=prepared.run.tiers.engine,
+        lanes=prepared.lanes(),
     )
 
 

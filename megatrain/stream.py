@@ -1,31 +1,36 @@
 """Runs a model's own forward and backward on weights that are lent unit by unit.
 
 Scope: the custom autograd function behind every unit, vertical order over micro-batches, the head with its loss.
-Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), the update (`optim.py`), the call of the
-head alone (`loss.py`).
+Not here: where the weights are (`tiering`), the layout of a unit (`model.py`), what collects its gradients
+(`gradients.py`), the update (`optim.py`), the call of the head alone (`loss.py`).
 
 A unit's forward runs without grad and keeps only its inputs, the activation in a lent block; its backward recomputes
 it with grad. The step's whole batch enters the model once; a unit splits it into micro-batches along the batch axis
 and runs them in order while it holds its weights. Shapes: B rows a step, m rows a micro-batch, S tokens a row, H hidden
 size.
+
+Nothing here waits for the device between the first unit and the end of backward: losses stay where they are computed,
+and become numbers when everything has been issued. What one unit hands to the next (outputs, gradients, logits) is in
+torch's own memory on the device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 from transformers.utils import ModelOutput
 
 from megatrain.chunks import chunk_length
-from megatrain.inputs import Inputs
+from megatrain.gradients import GradientSink, InputGradient
+from megatrain.inputs import Inputs, on_device, supervised
 from megatrain.loss import Chunk, answering, chunks, head_loss
+from megatrain.masks import are_packed, told_of_packing
 from megatrain.model import Slice, Unit, Units, bound
 from megatrain.programs import ACTIVATION, HEAD, block_name
+from megatrain.random_state import States, replayed, rng_states
 
 Lend = Callable[[str], AbstractContextManager[Mapping[str, torch.Tensor]]]
 """Enter op `name`: wait for its blocks and lend them (block name to flat uint8 bytes) until the exit."""
@@ -33,22 +38,38 @@ Lend = Callable[[str], AbstractContextManager[Mapping[str, torch.Tensor]]]
 GradientReady = Callable[[str, Mapping[Slice, torch.Tensor]], None]
 """Told once a step for each unit whose gradient is whole, while its bytes are lent."""
 
+_CPU = torch.device("cpu")
+
 
 class StreamedModel:
     """The model with every unit's forward replaced. One step at a time, from one thread."""
 
     def __init__(
-        self, units: Units, lend: Lend, gradient_ready: GradientReady, pause: Callable[[], None] = lambda: None
+        self,
+        units: Units,
+        lend: Lend,
+        gradient_ready: GradientReady,
+        pause: Callable[[], None] = lambda: None,
+        *,
+        device: torch.device = _CPU,
+        computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """pause: called between the operators of a unit, where the thread that computes may do something else."""
+        """pause: called between the operators of a unit, where the thread that computes may do something else.
+        device: where lent blocks and the model's buffers are. computed: called once everything of a step has been
+        issued there; returns when it has been computed, so that its losses can be read at once.
+        """
         self.units = units
+        self.device = device
         self.model = units.model
         self.by_name = {unit.name: unit for unit in units}
         self._lend = lend
         self._gradient_ready = gradient_ready
         self._pause = pause
+        self._computed = computed
         self._begun: set[str] = set()
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._anchor = torch.zeros(0, device=device, requires_grad=True)
+        self._counted = 0
+        self._packed = False
         self._rows = 0
         self._micro = 1
         self._output: type[ModelOutput] = ModelOutput
@@ -74,55 +95,64 @@ class StreamedModel:
         loss.
         """
         self._begun.clear()
-        self._enter_batch(inputs, micro_batch)
-        hidden = self._base(inputs)
-        losses, gradient = self._head(hidden.detach(), inputs, loss_chunk)
-        hidden.backward(gradient)
-        return losses
+        there = self._enter_batch(inputs, micro_batch)
+        # In the thread that holds the schedule: by default a device's part of backward runs in a thread of its own.
+        with torch.autograd.set_multithreading_enabled(False):
+            hidden = self._base(there)
+            losses, gradient = self._head(hidden.detach(), there, loss_chunk)
+            hidden.backward(gradient)
+        self._computed()
+        return _numbers(losses)
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of the last position, [B, vocabulary]: one forward through all units."""
-        inputs = {"input_ids": input_ids}
-        self._enter_batch(inputs, len(input_ids))
-        hidden = self._base(inputs)
+        there = self._enter_batch({"input_ids": input_ids}, len(input_ids))
+        hidden = self._base(there)
         with self._lend(HEAD) as views, bound(self.units.head, self._values(self.units.head, views)):
             # Contiguous: a linear on a strided input may take another path, with other bits.
             with answering(self.model, self._output(last_hidden_state=hidden[:, -1:].contiguous())):
-                return self.model(input_ids=input_ids[:, -1:], use_cache=False).logits[:, -1].clone()
+                return self.model(input_ids=there["input_ids"][:, -1:], use_cache=False).logits[:, -1].clone()
 
     @torch.no_grad()
     def losses(self, inputs: Inputs, micro_batch: int, loss_chunk: int | None = None) -> list[float]:
         """The loss of each micro-batch as `step` returns it, by a forward alone; nothing is kept for a backward."""
-        self._enter_batch(inputs, micro_batch)
-        hidden = self._base(inputs)
+        there = self._enter_batch(inputs, micro_batch)
+        hidden = self._base(there)
         losses = []
         with self._lend(HEAD) as views, bound(self.units.head, self._values(self.units.head, views)):
             for rows in self._micro_batches():
                 parts = []
-                for part in self._chunks(inputs, rows, loss_chunk):
+                for part in self._chunks(there, rows, loss_chunk):
                     output = self._output(last_hidden_state=hidden[part.at].contiguous())
-                    parts.append(head_loss(self.model, output, part).item())
-                losses.append(sum(parts))
-        return losses
+                    parts.append(head_loss(self.model, output, part))
+                losses.append(parts)
+        return _numbers(losses)
 
     def _base(self, inputs: Inputs) -> torch.Tensor:
         """The base model's own forward, unit by unit: [B, S] to [B, S, H]."""
         tokens = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        output = self.model.base_model(**tokens, use_cache=False)
+        with told_of_packing(self._packed):
+            output = self.model.base_model(**tokens, use_cache=False)
         self._output = type(output)
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _enter_batch(self, inputs: Inputs, micro_batch: int) -> None:
+    def _enter_batch(self, inputs: Inputs, micro_batch: int) -> Inputs:
+        """The step's inputs on the device, brought there once; what has to be known of them is read on the host."""
         self._rows = len(inputs["input_ids"])
         self._micro = micro_batch
+        self._counted = supervised(inputs["labels"]) if "labels" in inputs else 0
+        self._packed = are_packed(inputs)
+        return on_device(inputs, self.device)
 
     def _values(self, unit: Unit, views: Mapping[str, torch.Tensor]) -> dict[Slice, torch.Tensor]:
         return {b.slice: b.slice.of(views[block_name(b.unit, "weight")]) for b in unit.bindings}
 
-    def _head(self, hidden: torch.Tensor, inputs: Inputs, loss_chunk: int | None) -> tuple[list[float], torch.Tensor]:
-        """Losses of the micro-batches and the gradient of the loss by `hidden`, [B, S, H].
+    def _head(
+        self, hidden: torch.Tensor, inputs: Inputs, loss_chunk: int | None
+    ) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """Losses of the chunks of each micro-batch, and the gradient of the loss by `hidden`, [B, S, H].
 
         The logits of one chunk of a micro-batch at a time exist, [m, c, vocabulary]; the head's backward runs while
         they do. A micro-batch's loss is the sum of its chunks' losses, and gradients are added, in the order of the
@@ -132,7 +162,7 @@ class StreamedModel:
         losses = []
         unit = self.units.head
         with self._lend(HEAD) as views:
-            sink = _GradientSink(unit, views, self._begun, self._pause)
+            sink = GradientSink(unit, views, self._begun, self._pause)
             with bound(unit, sink.leaves):
                 for rows in self._micro_batches():
                     parts = []
@@ -140,16 +170,16 @@ class StreamedModel:
                         loss, gradient[part.at] = self._chunk_backward(hidden[part.at], part)
                         parts.append(loss)
                     sink.end_micro_batch()
-                    losses.append(sum(parts))
+                    losses.append(parts)
             sink.close()
             self._hand_on(unit, views)
         return losses, gradient
 
     def _chunks(self, inputs: Inputs, rows: slice, loss_chunk: int | None) -> Iterator[Chunk]:
         length = chunk_length(self._micro, inputs["labels"].shape[1], loss_chunk)
-        return chunks(inputs, rows, length, whole=loss_chunk is None)
+        return chunks(inputs, rows, length, counted=self._counted, whole=loss_chunk is None)
 
-    def _chunk_backward(self, hidden: torch.Tensor, chunk: Chunk) -> tuple[float, torch.Tensor]:
+    def _chunk_backward(self, hidden: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of one chunk and its gradient by `hidden`, [m, c, H]; weights' gradients go to the sink."""
         part = hidden.contiguous().detach().requires_grad_()
         output = self._output(last_hidden_state=part)
@@ -157,7 +187,7 @@ class StreamedModel:
             loss = head_loss(self.model, output, chunk)
         loss.backward()
         assert part.grad is not None
-        return loss.item(), part.grad
+        return loss.detach(), part.grad
 
     def _micro_batches(self) -> Iterator[slice]:
         for begin in range(0, self._rows, self._micro):
@@ -179,59 +209,6 @@ class StreamedModel:
         return forward
 
 
-class _GradientSink:
-    """Leaves for a unit's parameters whose gradients go straight into the unit's lent gradient blocks.
-
-    The first contribution of a step defines the bytes, later ones are added in order: the arithmetic of `.grad`.
-    """
-
-    def __init__(
-        self, unit: Unit, views: Mapping[str, torch.Tensor], begun: set[str], pause: Callable[[], None]
-    ) -> None:
-        self._pause = pause
-        self.leaves: dict[Slice, torch.Tensor] = {}
-        self._targets: dict[Slice, torch.Tensor] = {}
-        self._defined: set[Slice] = set()
-        self._hooks: list[RemovableHandle] = []
-        for binding in unit.bindings:
-            place = binding.slice
-            if place in self.leaves:
-                continue
-            leaf = place.of(views[block_name(binding.unit, "weight")]).detach()
-            self.leaves[place] = leaf
-            if binding.frozen:
-                continue
-            leaf.requires_grad_()
-            self._targets[place] = place.of(views[block_name(binding.unit, "grad")])
-            if binding.unit in begun:
-                self._defined.add(place)
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(partial(self._take, place)))
-        begun.update(binding.unit for binding in unit.bindings if not binding.frozen)
-
-    def _take(self, place: Slice, leaf: torch.Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
-        if place in self._defined:
-            self._targets[place].add_(gradient)
-        else:
-            self._targets[place].copy_(gradient)
-            self._defined.add(place)
-        self._pause()
-
-    def close(self) -> None:
-        """Let go of the lent bytes: a leaf and its hook would hold each other, and the arena, until the next gc."""
-        for hook in self._hooks:
-            hook.remove()
-        self.leaves.clear()
-        self._targets.clear()
-
-    def end_micro_batch(self) -> None:
-        """A parameter that nothing used so far has gradient zero (it still decays, and has moments)."""
-        for place in self._targets.keys() - self._defined:
-            self._targets[place].zero_()
-            self._defined.add(place)
-
-
 class _Call:
     """One call of one unit: what its backward has to know besides tensors."""
 
@@ -248,7 +225,7 @@ class _Call:
         self.out_tensors: list[bool] = []
         self.rows = owner._rows
         self.micro_batches = list(owner._micro_batches())
-        self.rng: torch.Tensor | None = None
+        self.rng: States | None = None
 
     def split(self, tensor: torch.Tensor) -> bool:
         """True for tensors with a batch axis: only they are cut into micro-batches."""
@@ -304,8 +281,8 @@ class _Streamed(torch.autograd.Function):
         del anchor
         ctx.set_materialize_grads(False)  # zeros for an output that nothing used would take part in sums
         ctx.call = call
-        call.rng = torch.get_rng_state() if _draws(call.unit) else None
         owner, unit = call.owner, call.unit
+        call.rng = rng_states(owner.device) if _draws(unit) else None
         results = _Rows(call)
         with owner._lend(f"fwd.{unit.name}") as views, bound(unit, owner._values(unit, views)):
             lent = call.activation(views, tensors[0].shape)
@@ -323,13 +300,13 @@ class _Streamed(torch.autograd.Function):
         call: _Call = ctx.call
         owner, unit = call.owner, call.unit
         wanted: list[bool] = list(ctx.needs_input_grad[2:])
-        collected = [_InputGradient() for _ in wanted]
-        with owner._lend(f"bwd.{unit.name}") as views, _rng(call.rng):
+        collected = [InputGradient() for _ in wanted]
+        with owner._lend(f"bwd.{unit.name}") as views, replayed(call.rng, owner.device):
             tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
             lent = call.activation(views, ctx.input_shape)
             if lent is not None:
                 tensors = (lent, *tensors)
-            sink = _GradientSink(unit, views, owner._begun, owner._pause)
+            sink = GradientSink(unit, views, owner._begun, owner._pause)
             with bound(unit, sink.leaves):
                 for rows in call.micro_batches:
                     parts = [(tensor[rows] if call.split(tensor) else tensor).detach() for tensor in tensors]
@@ -351,27 +328,10 @@ class _Streamed(torch.autograd.Function):
         return None, None, *(into.total() for into in collected)
 
 
-class _InputGradient:
-    """The gradient of an input from those of its micro-batches: rows beside each other, or a sum where all share it."""
-
-    def __init__(self) -> None:
-        self._whole: torch.Tensor | None = None
-        self._shared: list[torch.Tensor] = []
-
-    def add(self, gradient: torch.Tensor, rows: slice | None, shape: torch.Size) -> None:
-        """rows: those that `gradient` is for; None: all of them use the whole input."""
-        if rows is None:
-            self._shared.append(gradient)
-            return
-        if self._whole is None:
-            self._whole = gradient.new_empty(shape)
-        self._whole[rows] = gradient
-
-    def total(self) -> torch.Tensor | None:
-        """None if nothing wanted it."""
-        if len(self._shared) > 1:
-            return torch.stack(self._shared).sum(0)
-        return self._shared[0] if self._shared else self._whole
+def _numbers(losses: Sequence[Sequence[torch.Tensor]]) -> list[float]:
+    """The loss of each micro-batch: the sum of those of its chunks, in Python's precision. Waits for the device."""
+    numbers = iter(torch.stack([loss for parts in losses for loss in parts]).tolist())
+    return [sum(next(numbers) for _ in parts) for parts in losses]
 
 
 def _draws(unit: Unit) -> bool:
@@ -382,17 +342,3 @@ def _draws(unit: Unit) -> bool:
         for module in modules
         for name, value in (("dropout", module.p) if isinstance(module, nn.Dropout) else ("", 0), *vars(module).items())
     )
-
-
-@contextmanager
-def _rng(state: torch.Tensor | None) -> Iterator[None]:
-    """Inside, random numbers are those that followed `state`; outside, as if nothing had been drawn."""
-    if state is None:
-        yield
-        return
-    now = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(now)

@@ -1,6 +1,7 @@
 """How long each kind of unit computes on this machine: its real forward and backward, with random weights.
 
-Scope: a step of one micro-batch through the first units of each kind, over a ring of places that all of them share.
+Scope: a step of one micro-batch through the first units of each kind, over a ring of places that all of them share,
+on the device that will compute.
 Not here: flops and bytes (`profile.py`), rates of matrix products and disks (`tiering/measure.py`).
 
 A matrix product at its best says too little: norms, attention, small matrices and the handing over of gradients take
@@ -24,6 +25,7 @@ from megatrain.programs import HEAD, block_name
 from megatrain.stream import StreamedModel
 from tiering.arena import Arena
 
+_CPU = torch.device("cpu")
 REPEATS = 3
 BEYOND_CACHE = 512 << 20
 """Bytes: more than the last cache of usual machines holds."""
@@ -45,6 +47,7 @@ def time_units(
     seq_len: int,
     memory: int = 0,
     loss_chunk: int | None = None,
+    device: torch.device = _CPU,
     *,
     typical: Callable[[Iterable[float]], float] = median,
     repeats: int = REPEATS,
@@ -54,13 +57,13 @@ def time_units(
     typical: of a unit's repeats and those of its like.
 
     Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists. With
-    more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from RAM, not from a
-    cache.
+    more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from memory, not from
+    a cache. device: where that memory and the model's buffers are; an op has ended when the device says so.
     """
     kinds = _kinds(units)
     skipped = [unit for kind in kinds for unit in kind[ALIKE:]]
-    spans = _Spans(units, memory)
-    model = StreamedModel(units, spans.lend, spans.norms)
+    spans = _Spans(units, memory, device)
+    model = StreamedModel(units, spans.lend, spans.norms, device=device)
     vocabulary = units.model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
     try:
@@ -90,24 +93,27 @@ def _kinds(units: Units) -> list[list[Unit]]:
 class _Spans:
     """Lends every op two places, one after the other of a ring, and notes how long it keeps them."""
 
-    def __init__(self, units: Units, memory: int) -> None:
+    def __init__(self, units: Units, memory: int, device: torch.device) -> None:
         largest = max(unit.nbytes for unit in units.stored)
         self._places = max(1, min(memory, BEYOND_CACHE) // (2 * largest))
         self._largest, self._turn = largest, 0
         ring_bytes = largest * self._places
-        self._arena = Arena(2 * ring_bytes)  # not of the heap, whose size tells what computing takes
-        self._weights, self._grads = self._arena.tensor(0, ring_bytes), self._arena.tensor(ring_bytes, 2 * ring_bytes)
+        if device.type == "cpu":  # not of the heap, whose size tells what computing takes
+            arena = Arena(2 * ring_bytes)
+            self._weights, self._grads = arena.tensor(0, ring_bytes), arena.tensor(ring_bytes, 2 * ring_bytes)
+        else:
+            self._weights, self._grads = (torch.empty(ring_bytes, dtype=torch.uint8, device=device) for _ in range(2))
         one = self._weights[:largest].view(torch.float32)
-        one.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+        one.normal_(0, 0.02, generator=torch.Generator(device).manual_seed(0))
         self._weights.view(self._places, largest)[1:] = self._weights[:largest]
         self._grads.zero_()
+        self._synchronize = torch.get_device_module(device).synchronize
         self._sizes = {unit.name: unit.nbytes for unit in units.stored}
-        self._units = units
+        self._norm = GradientNorm(units, device)
         self.seconds: dict[str, list[float]] = {}
-        self.begin()
 
     def begin(self) -> None:
-        self._norm = GradientNorm(self._units)
+        self._norm.begin()
 
     def of(self, ops: Sequence[str]) -> list[float]:
         """Seconds of these ops, the first repeat left out."""
@@ -123,6 +129,8 @@ class _Spans:
         weights, grads = self._weights[start:], self._grads[start:]
         views = {block_name(name, "weight"): weights[:nbytes] for name, nbytes in self._sizes.items()}
         views |= {block_name(name, "grad"): grads[:nbytes] for name, nbytes in self._sizes.items()}
+        self._synchronize()
         begin_s = time.perf_counter()
         yield views
+        self._synchronize()
         self.seconds.setdefault(op, []).append(time.perf_counter() - begin_s)

@@ -21,9 +21,11 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from megatrain.accelerator import pin_line
 from megatrain.commits import CommitPace, failures_named, predicted_commit_s
 from megatrain.config import RUN_FILE, RunConfig, dump_run
 from megatrain.data import RunData, StepBatches, open_data
+from megatrain.device_memory import exhaustion_told
 from megatrain.engine import StepEngine, StepResult
 from megatrain.errors import UserError
 from megatrain.generate import decode, generate
@@ -34,7 +36,8 @@ from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import block_name
-from megatrain.report import PlanReport
+from megatrain.random_state import first_rng, rng_now, set_rng
+from megatrain.report import PlanReport, device_line, moved_line
 from megatrain.sizes import format_seconds, format_size
 from megatrain.steplog import append_row, first_row, largest_stall, step_row
 from megatrain.tracing import Recording, TraceRequest, recording
@@ -65,7 +68,7 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
     report.render(console)
     if not resume:
         check_rooms(room(prepared))
-    console.print(_device_line(run))
+    console.print(device_line(prepared), highlight=False, soft_wrap=True)
     for folders in by_drive(run.tiers.nvme):
         if len(folders) > 1:
             names = " and ".join(map(str, folders))
@@ -78,7 +81,8 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
         # Only here: a resume that is refused leaves the settings that the state was made with.
         (run.output.dir / RUN_FILE).write_text(dump_run(run))
         (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
-        console.print(manager.engine_line, markup=False, highlight=False)
+        for line in filter(None, (manager.engine_line, pin_line(manager.lanes))):
+            console.print(line, markup=False, highlight=False)
         done = int(_number(manager.store.run, "step"))
         updates = int(_number(manager.store.run, "updates"))
         engine = StepEngine(run, prepared.units, manager, updates)
@@ -99,7 +103,8 @@ def _goodbye(prepared: Prepared, batches: StepBatches, console: Console) -> None
     prompt = _prompt(run, batches)
     weights, hardware = sum(unit.nbytes for unit in prepared.units.stored), prepared.hardware
     # Each token reads every weight and computes with it for all tokens before (2 flops a weight of 4 bytes).
-    token_s = weights / hardware.read.per_s + weights / 2 * (PROMPT_LENGTH + SAMPLE_TOKENS / 2) / hardware.compute.per_s
+    length = PROMPT_LENGTH + SAMPLE_TOKENS / 2
+    token_s = weights / hardware.read.per_s + weights / 2 * length / prepared.cpu.per_s
     if SAMPLE_TOKENS * token_s < SAMPLE_MOST_S:
         options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 0.8, "seed": run.train.seed}
         text = generate(folder, prompt, **options, console=console)
@@ -129,12 +134,6 @@ def _command() -> str:
         return "megatrain"
     beside = Path(sys.executable).parent / "megatrain"
     return os.path.relpath(beside) if beside.is_file() else f"{sys.executable} -m megatrain"
-
-
-def _device_line(run: RunConfig) -> str:
-    found = run.device == "auto" and torch.cuda.is_available()
-    note = "; there is a CUDA device, which is not supported yet" if found else ""
-    return f"Device: cpu, {torch.get_num_threads()} threads ({run.device}{note})"
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:
@@ -212,6 +211,7 @@ def open_state(
     run, units = prepared.run, prepared.units
     update = TiledAdamW(units, run.optimizer)
     options: dict[str, Any] = {"engine": run.tiers.engine, "serial": run.tiers.serial, "others": others}
+    options["lanes"] = prepared.lanes()
     named = identity(prepared, batches)
     if resume:
         manager = Manager.resume(prepared.plan, root, named, update, **options)
@@ -221,9 +221,12 @@ def open_state(
     with manager:
         if manager.store.step is None:
             _fill(manager, prepared, console)
-            prepared.heap.release()  # one whole tensor of a checkpoint may be larger than what computing takes
-            manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, "rng": _rng_state(run.train.seed)})
-        _set_rng(manager.store.run)
+            if prepared.heap is not None:
+                prepared.heap.release()  # one whole tensor of a checkpoint may be larger than what computing takes
+            manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, **first_rng(run.train.seed, prepared.device)})
+        if moved := moved_line(prepared, manager.store):
+            console.print(f"[yellow]{moved}[/yellow]", soft_wrap=True)
+        set_rng(manager.store.run, run.train.seed, prepared.device)
         with failures_named(manager.store, f"loading step {manager.store.step}"):
             manager.load()
         yield manager
@@ -245,18 +248,6 @@ def _fill(manager: Manager, prepared: Prepared, console: Console) -> None:
             manager.put(block_name(unit.name, "weight"), fill)
             for kind in unit.kinds[1:]:
                 manager.put(block_name(unit.name, kind), torch.Tensor.zero_)
-
-
-def _rng_state(seed: int | None = None) -> str:
-    """The state of torch's generator as text; `seed`: of a generator seeded with it."""
-    generator = torch.default_generator if seed is None else torch.Generator().manual_seed(seed)
-    return bytes(generator.get_state().tolist()).hex()
-
-
-def _set_rng(run: Mapping[str, JSON]) -> None:
-    text = run.get("rng")
-    assert isinstance(text, str), "a commit holds the state of the random generator"
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8))
 
 
 class _Loop:
@@ -319,7 +310,8 @@ class _Loop:
                 commits = ends or self.pace.due(number) or self.keeping.due(number)
                 inputs = tensors(self.batches.batch_at(number - 1))
                 begin_s = time.perf_counter()
-                with failures_named(self.manager.store, f"step {number}"):
+                room, when = self.prepared.room, f"step {number}"
+                with failures_named(self.manager.store, when), exhaustion_told(room, when):
                     alone = ends or validates or (commits and self.engine.leaves_updates)
                     result = self.engine.step(inputs, last=alone)
                 self.pace.stepped(time.perf_counter() - begin_s)
@@ -356,7 +348,7 @@ class _Loop:
         with failures_named(self.manager.store, f"commit of step {number}"):
             self.engine.settle()
             run: dict[str, JSON] = {"step": number, "updates": self.engine.updates, "skipped": self.skipped}
-            self.manager.commit(number, {**run, "rng": _rng_state()})
+            self.manager.commit(number, {**run, **rng_now(self.engine.model.device)})
         took_s = time.perf_counter() - begin_s
         self.pace.committed(number, took_s)
         return took_s

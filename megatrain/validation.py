@@ -24,6 +24,7 @@ from megatrain.data.batch import Rows
 from megatrain.engine import StepEngine
 from megatrain.inputs import tensors
 from megatrain.programs import FORWARD
+from megatrain.random_state import unmoved
 from megatrain.sizes import format_seconds
 from megatrain.stream import StreamedModel
 
@@ -48,7 +49,7 @@ class Validation:
         assert self._rows is not None
         when = f"after step {number}" if number else "before the first step"
         manager = engine.manager
-        with failures_named(manager.store, f"validation {when}"), unchanged(engine.model.model):
+        with failures_named(manager.store, f"validation {when}"), unchanged(engine.model.model, engine.model.device):
             engine.settle()
             manager.pipeline.drain()
             begun_s = time.perf_counter()
@@ -100,10 +101,10 @@ def whole_micro_batch(rows: int, most: int) -> int:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside, the model evaluates; afterwards its modes and torch's random numbers are as before."""
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, the model evaluates on `device`; afterwards its modes and torch's random numbers are as before."""
     modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(devices=[]):
+    with unmoved(device):
         model.eval()
         try:
             yield

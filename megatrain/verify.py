@@ -71,6 +71,7 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
         loss_chunk=run.train.loss_chunk,
         no_decay=optimizer.no_decay,
         schedule=_scheduler(optimizer),
+        device=prepared.device,
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
 

@@ -173,8 +173,8 @@ def test_the_commands_of_the_readme_exist() -> None:
         assert not unknown, f"{' '.join(words)}: no such option: {unknown}"
     inline = set(re.findall(r"`megatrain (\w+)", README))
     assert inline <= set(commands.commands), inline - set(commands.commands)
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    asked = set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    asked = set(re.findall(r"(?:^|`)make ([\w-]+)", README, re.MULTILINE))
     assert asked and asked <= targets, f"no such target: {asked - targets}"
 
 

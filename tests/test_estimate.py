@@ -105,7 +105,7 @@ def test_costs_of_experts_are_those_of_a_real_run(name: str) -> None:
     rows, seq_len = 2, 128
     ours = estimate(config, rows, seq_len)
     assert ours is not None
-    calls = _calls(find_units(build(model_config(config))), rows, seq_len)
+    calls = _calls(find_units(build(model_config(config))), rows, seq_len, torch.device("cpu"))
     arguments, options = tree_map(_filled, calls["model.layers.1"])
     with _Peak() as peak:
         output = tree_flatten(model.model.layers[1](*arguments, **options))[0][0]

@@ -15,7 +15,8 @@ from models import MODELS
 
 from megatrain.config import load_run
 from megatrain.errors import UserError
-from megatrain.fit import host_budget, refuse_early
+from megatrain.fit import host_budget, refuse_budget, refuse_early
+from megatrain.programs import UnitSize
 from tiering import gds, limits
 from tiering.errors import BudgetError, EngineError
 
@@ -47,14 +48,23 @@ def test_an_unknown_architecture_is_refused_by_its_real_sizes(run_file: RunFile)
         prepare(run)
 
 
-def test_what_is_not_there_yet_is_said_at_once(run_file: RunFile) -> None:
+def test_what_a_device_asks_of_the_host_is_no_less(run_file: RunFile) -> None:
+    """P2: so what is refused early for `auto`, before anybody knows of a device, would be refused with one too."""
+    units = [UnitSize(name=f"L{number}", nbytes=64 << 20, activation_bytes=256 << 20) for number in range(4)]
+    for clip in (None, 1.0):
+        needed = []
+        for has_device in (False, True):
+            run = load_run(run_file({"tiers.host_memory": "1MiB", "tiers.resident": 0, "train.max_grad_norm": clip}))
+            with pytest.raises(BudgetError, match="HOST needs") as caught:
+                refuse_budget(run, units, has_device=has_device)
+            needed.append(float(str(caught.value).split()[2]))
+        assert needed[0] <= needed[1], needed
+
+
+def test_more_memory_than_the_machine_has_is_refused_at_once(run_file: RunFile) -> None:
     """CF-04, CF-05."""
-    for change, what in (
-        ({"device": "cuda"}, "cuda is not supported yet"),
-        ({"tiers.host_memory": "900TiB"}, "more than"),
-    ):
-        with pytest.raises(UserError, match=what):
-            refuse_early(load_run(run_file(change)))
+    with pytest.raises(UserError, match="more than"):
+        refuse_early(load_run(run_file({"tiers.host_memory": "900TiB"})))
 
 
 def test_an_engine_that_cannot_work_is_refused_before_anything_is_written(run_file: RunFile, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tiering.engine import Extent
 from tiering.errors import DiskFullError, IOFailedError, PlaceError
 from tiering.hardware import Rate, assumed_hardware
 from tiering.measure import busy_drive, by_drive, io_steals, measure, measure_drives
+from tiering.measure_device import device_copy_rates, first_device, quick_device_rates
 from tiering.measure_disk import (
     DiskRates,
     best_depth,
@@ -33,7 +34,7 @@ from tiering.measure_disk import (
     request_size,
     series,
 )
-from tiering.measure_memory import device_copy_rates, host_copy_rate, product_shape, update_elements
+from tiering.measure_memory import host_copy_rate, product_shape, update_elements
 from tiering.posix import PosixEngine
 from tiering.probe_file import MIXES, probe_file, remove_stale
 from tiering.spread import rate_of
@@ -364,13 +365,28 @@ def test_copies_on_the_host_are_measured_and_those_to_a_device_only_where_there_
     copied = host_copy_rate(MiB)
     assert copied.source == "measured" and copied.per_s > 1e6 and "pageable" in copied.how
     if not torch.cuda.is_available():
-        assert device_copy_rates(MiB) == {}
+        assert first_device() is None
+    assert device_copy_rates(None, MiB) == {}
+
+
+def test_the_rates_of_any_device_are_measured_in_the_same_way() -> None:
+    """P5: a CPU stands for the device; each rate says what was timed, and a plan takes all of them."""
+    found = quick_device_rates(torch.device("cpu"), 64, 64, 8 * MiB)
+    hardware = found.beside(assumed_hardware())
+    for rate, what in ((hardware.compute, "matmul"), (hardware.h2d, "h2d copy"), (hardware.d2h, "d2h copy")):
+        assert rate is not None and rate.per_s > 1e5 and rate.source == "measured" and what in rate.how, rate
+    assert hardware.update_beside_compute
+    assert hardware.read == assumed_hardware().read
+    ways = device_copy_rates(torch.device("cpu"), MiB)
+    assert ways.keys() == {f"{way}_{kind}" for way in ("h2d", "d2h", "both") for kind in ("pinned", "pageable")}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_to_a_device_have_a_rate_by_direction_and_kind() -> None:
-    found = device_copy_rates(64 * MiB)
+    device = first_device()
+    assert device is not None
+    found = device_copy_rates(device, 64 * MiB)
     ways = ("h2d", "d2h", "both")
     assert found.keys() == {f"{way}_{kind}" for way in ways for kind in ("pinned", "pageable")}
-    assert measure_memory.compute_rate(256, 256, "cuda").per_s > 1e6
+    assert measure_memory.compute_rate(256, 256, device).per_s > 1e6

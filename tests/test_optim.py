@@ -115,7 +115,7 @@ def test_norm_and_clipping_equal_clip_grad_norm() -> None:
     parameters = [nn.Parameter(torch.zeros(place.shape)) for place in gradients]
     for parameter, gradient in zip(parameters, gradients.values(), strict=True):
         parameter.grad = gradient.clone()
-    assert norm.add(gradients) is None
+    norm.add(gradients)
     total = norm.total()
     expected = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     assert total.item() == expected.item()
@@ -132,20 +132,35 @@ def test_norm_and_clipping_equal_clip_grad_norm() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_the_first_tensor_that_is_not_finite_is_named(bad: float) -> None:
-    """OM-07: in the model's order, whatever order the gradients become whole in."""
+    """OM-07: in the model's order, whatever order the gradients become whole in; and in that order, for who updates in
+    it.
+    """
     units = layout([4, 5, 6])
     first, second, third = units.units[0].slices
     norm = GradientNorm(units)
     broken = torch.ones(6)
     broken[3] = bad
-    assert norm.add({third: broken}) == "p2"
+    norm.add({third: broken})
+    assert norm.bad_until("u") == "p2"
     broken = torch.ones(5)
     broken[0] = bad
-    assert norm.add({second: broken}) == "p1"
-    assert norm.add({first: torch.ones(4)}) is None
-    assert norm.first_bad() == "p1"
+    norm.add({second: broken})
+    norm.add({first: torch.ones(4)})
+    assert (norm.first_bad(), norm.first_added_bad()) == ("p1", "p2")
     assert not torch.isfinite(norm.total())
-    assert norm.first_bad() is None, "the next step starts afresh"
+    norm.begin()
+    assert (norm.first_bad(), norm.first_added_bad()) == (None, None), "the next step starts afresh"
+
+
+def test_norms_that_are_finite_so_far_say_nothing_of_those_to_come() -> None:
+    """OM-07: an update looks at its own gradient and at those before it, as far as they have reached the host."""
+    units = layout([4, 5])
+    first, second = units.units[0].slices
+    norm = GradientNorm(units)
+    norm.add({second: torch.ones(5)})
+    assert norm.bad_until("u") is None
+    norm.add({first: torch.full((4,), np.nan)})
+    assert (norm.bad_until("u"), norm.first_bad()) == ("p0", "p0")
 
 
 def test_the_step_counts_on_past_what_bf16_can_hold() -> None:

@@ -1,69 +1,30 @@
-"""The pipeline with engines and devices that misbehave: late, out of order, failing, with memory of their own.
+"""The pipeline with engines that misbehave: late, out of order, failing.
 
 Scope: whole steps of a small model over a real store, with a stand-in for one part.
-Not here: schedules as such (`test_lower.py`, `test_check.py`), the engine's own contract (`test_engine.py`).
+Not here: devices with memory of their own (`test_device_lanes.py`), schedules as such (`test_lower.py`,
+`test_check.py`), the engine's own contract (`test_engine.py`).
 """
 
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import zarr
 from conftest import RunFile
-from models import MODELS
+from small_runs import Wrapped, batch, opened, small_llama, state, train
 
-from megatrain.config import RunConfig, load_run
-from megatrain.engine import StepEngine
-from megatrain.inputs import every_token
-from megatrain.model import first_weights
 from megatrain.optim import TiledAdamW
-from megatrain.prepare import Prepared, prepare
-from megatrain.programs import block_name
-from megatrain.trainer import tensor_specs
+from megatrain.prepare import Prepared
 from tiering import checksums
 from tiering.engine import Extent, IOEngine
 from tiering.errors import IOFailedError, ScheduleError
-from tiering.lanes import InlineLanes, Lanes
-from tiering.manager import Manager, scratch_blocks, stored_blocks
 from tiering.posix import PosixEngine
 from tiering.store import BlockStore
-
-STEPS = 3
-
-
-class Wrapped:
-    """An engine that passes everything on; subclasses get in the way."""
-
-    name = "wrapped"
-
-    def __init__(self, inner: IOEngine) -> None:
-        self.inner = inner
-
-    def submit_read(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self.inner.submit_read(extent, view)
-
-    def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
-        return self.inner.submit_write(extent, view)
-
-    def sync(self, paths: Iterable[Path]) -> None:
-        self.inner.sync(paths)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def __enter__(self) -> "Wrapped":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 class Late(Wrapped):
@@ -143,73 +104,9 @@ class SlowEngine(PosixEngine):
                 self.moving -= 1
 
 
-class OwnMemory(InlineLanes):
-    """A device with memory of its own: what is not filled is poison, what is not brought back is lost."""
-
-    def h2d(self, host: torch.Tensor, *, fill: bool) -> torch.Tensor:
-        return host.clone() if fill else torch.full_like(host, 0xFF)
-
-    def d2h(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        host.copy_(device)
-        device.fill_(0xFF)
-
-
 @pytest.fixture
 def small(run_file: RunFile, known_machine: None) -> Iterator[Callable[..., Prepared]]:
-    def make(clip: float | None = None, **changes: Any) -> Prepared:
-        model = {**MODELS["llama"], "num_hidden_layers": 2}
-        tight = {"tiers.resident": 0, "tiers.host_memory": "300KiB", "train.max_grad_norm": clip}
-        return prepare(load_run(run_file({"model.config": model, **tight, **changes})))
-
-    yield make
-
-
-@contextmanager
-def opened(
-    prepared: Prepared, root: Path, wrap: Callable[[IOEngine], Any], lanes: Lanes | None = None
-) -> Iterator[tuple[Manager, StepEngine]]:
-    """A new store with first weights, then everything through `wrap(engine)`."""
-    run: RunConfig = prepared.run
-    blocks = [*stored_blocks(prepared.plan, tensor_specs(prepared.units)), *scratch_blocks(prepared.plan)]
-    store = BlockStore.create(root, blocks, identity={})
-    update = TiledAdamW(prepared.units, run.optimizer)
-    with Manager(prepared.plan, store, wrap(PosixEngine()), update, serial=run.tiers.serial, lanes=lanes) as manager:
-        with PosixEngine() as plain:
-            wrapped, manager.engine = manager.engine, plain
-            for unit in prepared.units:
-                if unit.nbytes:
-                    manager.put(
-                        block_name(unit.name, "weight"),
-                        lambda block, unit=unit: first_weights(prepared.units, unit, 0, block),  # type: ignore[misc]
-                    )
-                    for kind in ("exp_avg", "exp_avg_sq"):
-                        manager.put(block_name(unit.name, kind), torch.Tensor.zero_)
-            manager.commit(0, {})
-            manager.engine = wrapped
-        manager.load()
-        engine = StepEngine(run, prepared.units, manager, 0)
-        try:
-            yield manager, engine
-        finally:
-            engine.close()
-
-
-def batch(step: int) -> dict[str, torch.Tensor]:
-    return every_token(torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(step)))
-
-
-def train(prepared: Prepared, root: Path, wrap: Callable[[IOEngine], Any], lanes: Lanes | None = None) -> list[float]:
-    with opened(prepared, root, wrap, lanes) as (manager, engine):
-        losses = [engine.step(batch(step), last=step + 1 == STEPS).loss for step in range(STEPS)]
-        engine.settle()
-        manager.commit(STEPS, {})
-    return losses
-
-
-def state(prepared: Prepared, root: Path) -> dict[str, bytes]:
-    group = zarr.open_group(root, mode="r")
-    names = [b.name for b in prepared.plan.workload.of_life("durable")]
-    return {name: np.asarray(group[name][:]).tobytes() for name in names}  # type: ignore[index,arg-type]
+    yield partial(small_llama, run_file)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
@@ -224,17 +121,6 @@ def test_late_and_overtaking_transfers_change_no_bit(
         losses = train(prepared, root, lambda engine, seed=seed: Late(engine, seed))  # type: ignore[misc]
         assert losses == expected[0]
         assert state(prepared, root) == expected[1]
-
-
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-def test_a_device_with_its_own_memory_gives_the_same_bits(
-    small: Callable[..., Prepared], tmp_path: Path, clip: float | None
-) -> None:
-    """I8: all device work goes through the four calls of `lanes.py`: copies in, copies out, nothing around them."""
-    prepared = small(clip)
-    plain = train(prepared, tmp_path / "plain", Wrapped)
-    assert train(prepared, tmp_path / "own", Wrapped, OwnMemory()) == plain
-    assert state(prepared, tmp_path / "own") == state(prepared, tmp_path / "plain")
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])

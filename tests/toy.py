@@ -109,7 +109,7 @@ def interpret(
                 for touch in op.touches
             ]
             found = [bytes(blocks[touch.block]) for touch in op.touches]
-            for operand, fresh in _compute(op, operands, found, number, seen):
+            for operand, fresh in computed(op, operands, found, number, seen):
                 blocks[operand.block][:] = fresh
     return {name: blocks[name] for name in state}, seen
 
@@ -177,7 +177,7 @@ class Machine:
             elif action.verb is Verb.DROP:
                 self._put(x, noise(x.block, x.nbytes, salt="dropped"))
         if action.verb.is_op:
-            for x, fresh in _compute(ops[action.op], action.operands, found, number, self.seen):
+            for x, fresh in computed(ops[action.op], action.operands, found, number, self.seen):
                 self._put(x, fresh)
 
     def _at(self, x: Operand) -> bytearray:
@@ -250,7 +250,7 @@ def wrong(workload: Workload, placement: Placement, schedule: Schedule, *, order
     return ""
 
 
-def _compute(
+def computed(
     op: Op, operands: Sequence[Operand], found: Sequence[bytes], number: int, seen: Seen
 ) -> list[tuple[Operand, bytes]]:
     """Fresh bytes for every operand that `op` writes; what it read is noted in `seen`, unless it only copies."""

@@ -1,6 +1,7 @@
 """One host allocation that every block in RAM lives in.
 
-Scope: `Arena`: an anonymous, page-aligned mapping, lent out as views and tensors without a copy.
+Scope: `Arena`: an anonymous, page-aligned mapping, lent out as views and tensors without a copy; locking it for copies
+to a device.
 Not here: who may use which bytes and when (`tiering/schedule.py` assigns them, `tiering/check.py` proves it).
 """
 
@@ -34,6 +35,7 @@ class Arena:
             ) from error
         self._map: mmap.mmap | None = mapping
         self._bytes = memoryview(mapping)
+        self._pinned = False
         with suppress(AttributeError, OSError):  # a kernel without huge pages: slower page faults, the same bytes
             mapping.madvise(mmap.MADV_HUGEPAGE)
 
@@ -49,6 +51,26 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)  # frombuffer refuses an empty range
         return torch.frombuffer(mapping, dtype=torch.uint8, offset=lo, count=hi - lo)
 
+    def pin(self) -> str | None:
+        """Lock all of it, in place, for copies by the CUDA driver; returns what the driver said if it refuses.
+
+        This takes the memory at once, not as bytes are first written. torch's own allocator would lock up to twice as
+        much (`pinning.pinned`), and cannot lock bytes that exist.
+        """
+        assert not self._pinned, "the arena is locked already"
+        cudart = torch.cuda.cudart()
+        code = cudart.cudaHostRegister(self.tensor(0, self.nbytes).data_ptr(), self.nbytes, 0)
+        if int(code):
+            return f"{cudart.cudaGetErrorString(code)} (CUDA error {int(code)})"
+        self._pinned = True
+        return None
+
+    def unpin(self) -> None:
+        """Unlock it; nothing may be copying. Harmless where it is not locked."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor(0, self.nbytes).data_ptr())
+            self._pinned = False
+
     def _check(self, lo: int, hi: int) -> mmap.mmap:
         assert self._map is not None, "the arena is closed"
         assert 0 <= lo <= hi <= self.nbytes, f"[{lo}, {hi}) is not inside an arena of {self.nbytes} bytes"
@@ -61,6 +83,7 @@ class Arena:
         unmapped here: `mmap.close` would refuse under a live view, but not under a live tensor (torch keeps the object,
         not the buffer), and the next read of that tensor would kill the process (tried).
         """
+        self.unpin()  # before the mapping can go: the driver would keep its pages
         self._bytes.release()
         self._map = None
 

@@ -211,7 +211,7 @@ def io_seconds(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
     """Seconds of a step for which each resource is busy. shared: updates run on the processors that compute.
-    io_steals: the share of its speed that computing loses while the drive is busy (`Hardware.io_steals`).
+    io_steals: the share of their speed that processors lose while the drive is busy (`Hardware.io_steals`).
 
     >>> Busy(nvme_s=30.0, compute_s=60.0, update_s=3.0, shared=True)
     Busy(nvme_s=30.0, compute_s=60.0, update_s=3.0, h2d_s=0.0, d2h_s=0.0, shared=True, io_steals=0.0)
@@ -236,7 +236,9 @@ class Busy:
     @property
     def upper_s(self) -> float:
         """One thing after the other: nothing overlaps."""
-        return self.nvme_s + self.h2d_s + self.d2h_s + (self.compute_s + self.update_s) / (1 - self.io_steals)
+        kept = 1 - self.io_steals
+        on_processors_s = (self.compute_s + self.update_s) / kept if self.shared else self.update_s / kept
+        return self.nvme_s + self.h2d_s + self.d2h_s + on_processors_s + (0.0 if self.shared else self.compute_s)
 
     @property
     def bottleneck(self) -> str:

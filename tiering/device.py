@@ -1,7 +1,7 @@
 """A workload whose ops compute on a device with memory of its own: the copies to it and from it become ops.
 
 Scope: `on_device`: which copies a program needs, and between which of its ops a copy stays on the device;
-`worth_keeping`: which copies spare memory is best used for.
+`worth_keeping`: which copies spare memory is best used for; `copied_from`.
 Not here: when a copy is made and at which address (`lower.py`), how fast (`simulate.py`), making it (`lanes.py`).
 
 What an op computes on are blocks of the DEVICE tier. They are local: H2D defines them from a HOST block, or the op
@@ -33,6 +33,11 @@ def on_device(workload: Workload, keep: Set[str] = frozenset()) -> Workload:
         programs.append(replace(program, ops=ops))
         blocks |= copies.blocks
     return make_workload(blocks.values(), programs)
+
+
+def copied_from(name: str) -> str:
+    """The block that a block on the device is a copy of."""
+    return name.rpartition("@")[0]
 
 
 def worth_keeping(workload: Workload, main: Program, room: int) -> frozenset[str]:

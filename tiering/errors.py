@@ -45,6 +45,12 @@ class EngineError(TieringError):
     exit_code = BAD_INPUT
 
 
+class DeviceError(TieringError):
+    """The device that was asked for is not there; the message says why."""
+
+    exit_code = BAD_INPUT
+
+
 class IOFailedError(TieringError):
     """A transfer failed or was short: names the block, the file, the offset, the bytes wanted and found."""
 

@@ -49,7 +49,8 @@ class Hardware:
     flight at which they were measured. compute: FLOP/s in FP32. update: bytes/s of all operands of a tiled op.
     update_beside_compute: True where the two have separate processors (a GPU computes while the CPU updates).
     h2d, d2h: bytes/s of the copies to and from the device; None where the device is the host itself.
-    io_steals: the share of its speed that computing loses while the drive is busy, where they share processors.
+    io_steals: the share of its speed that what runs on the CPU loses while the drive is busy: updates, and computing
+    where it shares their processors.
     """
 
     read: Rate

@@ -1,52 +1,93 @@
-"""All work on the computing device: four calls; another device is another implementation, not another code path.
+"""All work on the computing device: another device is another implementation, not another code path.
 
-Scope: the `Lanes` protocol and `InlineLanes`, where DEVICE is HOST: views are lent without a copy, everything has
-happened when a call returns.
-Not here: when a call is made (`pipeline.py`). A device with memory of its own copies in `h2d` and `d2h` on streams of
-their own and makes `wait` wait for events; the pipeline then needs nothing else.
+Scope: the protocols `Lanes` and `Event`; `InlineLanes`, where DEVICE is HOST; `lent`, a view of a device's arena.
+Not here: when a copy or an op is issued and for what it waits (`pipeline.py`), CUDA (`cuda.py`).
+
+A device with memory of its own does what it is given later, in streams: one for copies to it, one for copies from it,
+one for computing. What is issued on a stream waits there for the events that it is given, and never on the host.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from tiering.arena import Arena
+from tiering.workload import Lane
+
+
+class Event(Protocol):
+    """The end of one copy or one op. begin_s, end_s: when the device did it, in seconds of `time.perf_counter`; known
+    once `synchronize` has returned.
+    """
+
+    begin_s: float
+    end_s: float
+
+    def synchronize(self) -> None:
+        """Return when it has happened. Called by one thread a lane, in the order of issue. Raises what failed."""
+        ...
+
 
 class Lanes(Protocol):
-    """Copies and computing of one device. Called by the thread that computes."""
+    """Copies and computing of one device. own_memory: False where DEVICE is HOST; there are no copies then."""
 
     device: torch.device
+    own_memory: bool
 
-    def h2d(self, host: torch.Tensor, *, fill: bool) -> torch.Tensor:
-        """The device's view of bytes in HOST (flat uint8). fill: with their content; otherwise it will be written."""
+    def open(self, host: Arena, device_bytes: int) -> None:
+        """Take the arena of DEVICE, in one piece, and make `host` fit for copies. Raises `TieringError`."""
         ...
 
-    def d2h(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        """Bring back what was written to a view that `h2d` gave, after all computing issued so far."""
+    def tensor(self, lo: int, hi: int) -> torch.Tensor:
+        """Bytes [lo, hi) of the arena of DEVICE as a flat uint8 tensor; no copy."""
         ...
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do `work`, which touches only views that have been lent to it."""
+    def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> Event:
+        """Issue a copy in lane h2d or d2h that begins after these events. Called by any thread, by one at a time."""
         ...
 
-    def wait(self) -> None:
-        """Return when all copies back have arrived in HOST and nothing reads lent views any more."""
+    def begin_compute(self, after: Sequence[Event]) -> None:
+        """What the calling thread issues from here on begins after these events."""
+        ...
+
+    def end_compute(self) -> Event | None:
+        """The end of all that the calling thread has issued since `begin_compute`; None if it is over already."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the device and give back what `open` took; twice is harmless."""
         ...
 
 
 class InlineLanes:
-    """DEVICE is HOST: nothing is copied, nothing is pending."""
+    """DEVICE is HOST: ops compute on HOST itself, at once, and schedules have no copies."""
 
     device = torch.device("cpu")
+    own_memory = False
 
-    def h2d(self, host: torch.Tensor, *, fill: bool) -> torch.Tensor:
-        return host
+    def open(self, host: Arena, device_bytes: int) -> None:
+        assert device_bytes == 0, f"{device_bytes} bytes of DEVICE, which is HOST here"
 
-    def d2h(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        assert device.data_ptr() == host.data_ptr(), "a lent view was replaced"
+    def tensor(self, lo: int, hi: int) -> torch.Tensor:
+        raise AssertionError(f"[{lo}, {hi}) of DEVICE, which is HOST here")
 
-    def run(self, work: Callable[[], None]) -> None:
-        work()
+    def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> Event:
+        raise AssertionError(f"a copy in {lane}, where DEVICE is HOST")
 
-    def wait(self) -> None:
+    def begin_compute(self, after: Sequence[Event]) -> None:
+        assert not after, "an event of a device, where DEVICE is HOST"
+
+    def end_compute(self) -> None:
         return None
+
+    def close(self) -> None:
+        return None
+
+
+def lent(arena: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    """Bytes [lo, hi) of an arena as a tensor with a version of its own: autograd would take a write to any other view
+    for a change of this one.
+    """
+    assert 0 <= lo <= hi <= arena.numel(), f"[{lo}, {hi}) is not inside an arena of {arena.numel()} bytes"
+    return arena[lo:hi].data

@@ -1,6 +1,6 @@
 """Opens and closes the tiers of a plan; the trainer's only door to them.
 
-Scope: arena, engine, store and pipeline as one resource; homes in HOST loaded and saved; commits.
+Scope: arena, lanes, engine, store and pipeline as one resource; homes in HOST loaded and saved; commits.
 Not here: decisions (`plan.py`), the loop that runs actions (`pipeline.py`).
 """
 
@@ -63,15 +63,25 @@ class Manager:
         serial: bool = False,
         lanes: Lanes | None = None,
     ) -> None:
-        """Takes over `store` and `engine`. Every schedule is proven first (raises `ScheduleError`)."""
+        """Takes over `store`, `engine` and `lanes` (None: ops compute on HOST). Every schedule is proven first (raises
+        `ScheduleError`).
+        """
         for schedule in plan.schedules.values():
             check(plan.workload, plan.placement, schedule)
+        lanes = lanes or InlineLanes()
+        copies = any(block.tier == "DEVICE" for block in plan.workload.blocks.values())
+        assert lanes.own_memory == copies, f"a plan {'with' if copies else 'without'} copies, for {lanes.device}"
         self.plan = plan
         self.store = store
         self.engine = engine
         self.trace = Trace()
         self.arena = Arena(plan.host_bytes)
-        lanes = lanes or InlineLanes()
+        self.lanes = lanes
+        try:
+            lanes.open(self.arena, plan.device_bytes)
+        except BaseException:
+            self.arena.close()
+            raise
         self.pipeline = Pipeline(
             self.arena,
             store,
@@ -98,11 +108,12 @@ class Manager:
         rates: Sequence[float] = (),
         engine: EngineName = "auto",
         serial: bool = False,
+        lanes: Lanes | None = None,
     ) -> Self:
         """A new store at `root`, opened. Raises what `BlockStore.create` and `choose_engine` raise."""
         blocks = stored_blocks(plan, tensors)
         store = BlockStore.create(root, blocks, identity=identity, others=others, rates=rates)
-        return cls._opened(plan, store, update, engine, serial)
+        return cls._opened(plan, store, update, engine, serial, lanes)
 
     @classmethod
     def resume(
@@ -115,18 +126,21 @@ class Manager:
         others: Sequence[Path] = (),
         engine: EngineName = "auto",
         serial: bool = False,
+        lanes: Lanes | None = None,
     ) -> Self:
         """The store at `root` as its last commit left it. Raises what `BlockStore.open` and `choose_engine` raise."""
         store = BlockStore.open(root, others=others, expect=identity)
-        return cls._opened(plan, store, update, engine, serial)
+        return cls._opened(plan, store, update, engine, serial, lanes)
 
     @classmethod
-    def _opened(cls, plan: Plan, store: BlockStore, update: Updater, name: EngineName, serial: bool) -> Self:
+    def _opened(
+        cls, plan: Plan, store: BlockStore, update: Updater, name: EngineName, serial: bool, lanes: Lanes | None
+    ) -> Self:
         engine: IOEngine | None = None
         try:
             store.add_scratch(scratch_blocks(plan))
             engine, why = choose_engine(name, store.root)
-            manager = cls(plan, store, engine, update, serial=serial)
+            manager = cls(plan, store, engine, update, serial=serial, lanes=lanes)
             manager.engine_line = why
             return manager
         except BaseException:
@@ -168,6 +182,10 @@ class Manager:
         """Run the updates that are ready; see `Pipeline.catch_up`."""
         self.pipeline.catch_up()
 
+    def computed(self) -> None:
+        """Return when the device has done every op so far; see `Pipeline.computed`."""
+        self.pipeline.computed()
+
     def commit(self, step: int, run: Mapping[str, JSON]) -> None:
         """Make the state after all passes so far durable: waits for them, saves changed homes, commits the store."""
         self.pipeline.drain()
@@ -183,6 +201,7 @@ class Manager:
     def close(self) -> None:
         """Stop, wait for transfers in flight, close everything. Never commits."""
         self.pipeline.close()
+        self.lanes.close()
         self.engine.close()
         self.store.close()
         self.arena.close()

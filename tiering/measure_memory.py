@@ -1,9 +1,8 @@
-"""Measures memory and processors: copies within the host and to a device, the AdamW kernel, matrix products.
+"""Measures memory and processors: copies within the host, the AdamW kernel, matrix products on any device.
 
 Scope: rates of one operation each, on operands that come from memory and not from a cache.
-Not here: drives (`measure_disk.py`), how much memory there is (`limits.py`), whole units of a model (the trainer's).
-
-State of proof: on machines without CUDA the copies to and from a device have not been run.
+Not here: drives (`measure_disk.py`), copies to and from a device (`measure_device.py`), how much memory there is
+(`limits.py`), whole units of a model (the trainer's).
 """
 
 import time
@@ -18,6 +17,7 @@ MiB = 1 << 20
 COPY_BYTES = 256 * MiB
 REPEATS = 4
 BUSY_S = 0.3
+CPU = torch.device("cpu")
 
 
 def product_shape(width: int, tokens: int, memory: int) -> tuple[int, int]:
@@ -34,20 +34,18 @@ def update_elements(memory: int) -> int:
     return max(1024, min(1 << 25, memory // 16))
 
 
-def compute_rate(width: int, tokens: int, device: str = "cpu") -> Rate:
+def compute_rate(width: int, tokens: int, device: torch.device = CPU) -> Rate:
     """FLOP/s of [tokens, width] x [width, 4 width] in FP32, the best of a few. 2 flops a multiply and add."""
     return product_rate(tokens, width, 4 * width, device=device)
 
 
-def product_rate(rows: int, inner: int, columns: int, *, device: str = "cpu", repeats: int = 8) -> Rate:
+def product_rate(rows: int, inner: int, columns: int, *, device: torch.device = CPU, repeats: int = 8) -> Rate:
     """FLOP/s of [rows, inner] x [inner, columns] in FP32: 2 rows inner columns, by the best of a few."""
     a, b = torch.rand(rows, inner, device=device), torch.rand(inner, columns, device=device)
     out = torch.empty(rows, columns, device=device)
     best_s = min(timed(lambda: torch.mm(a, b, out=out), device) for _ in range(repeats))
-    where = "" if device == "cpu" else f" on {device}"
-    return _measured(
-        2 * rows * inner * columns / best_s, f"FP32 matmul [{rows}, {inner}] x [{inner}, {columns}]{where}"
-    )
+    where = "" if device.type == "cpu" else f" on {device.type}"
+    return measured(2 * rows * inner * columns / best_s, f"FP32 matmul [{rows}, {inner}] x [{inner}, {columns}]{where}")
 
 
 def update_rate(count: int, *, scaled: bool = False) -> Rate:
@@ -70,48 +68,14 @@ def update_rate(count: int, *, scaled: bool = False) -> Rate:
     repeats = max(REPEATS, min(64, COPY_BYTES // (16 * count)))  # a short run is disturbed more easily
     best_s = min(timed(run) for _ in range(repeats))
     before = ", gradients scaled" if scaled else ""
-    return _measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes{before}")
+    return measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes{before}")
 
 
 def host_copy_rate(nbytes: int = COPY_BYTES) -> Rate:
     """Bytes/s copied from one pageable host buffer to another (each byte is read once and written once)."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     best_s = min(timed(lambda: target.copy_(source)) for _ in range(REPEATS))
-    return _measured(nbytes / best_s, f"host copy, pageable, buffers of {nbytes / MiB:.0f} MiB")
-
-
-def device_copy_rates(nbytes: int = COPY_BYTES) -> dict[str, Rate]:
-    """Bytes/s between host and CUDA device by direction and kind of host memory; empty without CUDA.
-
-    `both` counts the bytes of both directions at once, each on a stream of its own. Only pinned memory is copied by
-    the device itself; pageable memory passes through a buffer of the driver.
-    """
-    if not torch.cuda.is_available():
-        return {}
-    rates: dict[str, Rate] = {}
-    down, up = (torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
-    for kind in ("pinned", "pageable"):
-        source, target = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=kind == "pinned") for _ in range(2))
-
-        def h2d(source: torch.Tensor = source) -> None:
-            with torch.cuda.stream(streams[0]):
-                down.copy_(source, non_blocking=True)
-
-        def d2h(target: torch.Tensor = target) -> None:
-            with torch.cuda.stream(streams[1]):
-                target.copy_(up, non_blocking=True)
-
-        def both(h2d: Callable[[], None] = h2d, d2h: Callable[[], None] = d2h) -> None:
-            h2d()
-            d2h()
-
-        for name, copy, moved in (("h2d", h2d, nbytes), ("d2h", d2h, nbytes), ("both", both, 2 * nbytes)):
-            best_s = min(timed(copy, "cuda") for _ in range(1 + REPEATS))
-            rates[f"{name}_{kind}"] = _measured(
-                moved / best_s, f"{name} copy, {kind}, buffers of {nbytes / MiB:.0f} MiB"
-            )
-    return rates
+    return measured(nbytes / best_s, f"host copy, pageable, buffers of {nbytes / MiB:.0f} MiB")
 
 
 def busy_seconds(width: int, tokens: int, for_s: float = BUSY_S) -> float:
@@ -125,16 +89,16 @@ def busy_seconds(width: int, tokens: int, for_s: float = BUSY_S) -> float:
     return took_s / count
 
 
-def timed(work: Callable[[], object], device: str = "cpu") -> float:
+def timed(work: Callable[[], object], device: torch.device = CPU) -> float:
     """Seconds of one call, with what it started on the device; never 0."""
-    if device != "cpu":
-        torch.cuda.synchronize()
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
     begin_s = time.perf_counter()
     work()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    synchronize()
     return max(time.perf_counter() - begin_s, 1e-9)
 
 
-def _measured(per_s: float, how: str) -> Rate:
+def measured(per_s: float, how: str) -> Rate:
+    """A rate that was measured today."""
     return Rate(per_s=per_s, source="measured", how=how, date=date.today().isoformat())

@@ -1,18 +1,22 @@
 """Runs schedules: issues every action as soon as what it waits for has completed.
 
-Scope: passes and their bookkeeping, the I/O and update lanes, the rendezvous with the code that computes.
-Not here: what to do and where (`lower.py`), the transfers themselves (`engine.py`), what an op computes (the caller).
+Scope: the I/O, update and copy lanes, the rendezvous with the code that computes.
+Not here: what to do and where (`lower.py`), who waits for whom (`passes.py`), the transfers themselves (`engine.py`,
+`lanes.py`), what an op computes (the caller).
 
 One loop, two modes: a serial run has one more wait a line, for the line before it. Reading order of the states:
 *waiting* (its `missing` count is not 0) -> *ready* (in its lane's heap) -> *running* -> *done*. Only `_done` moves an
 action to done, under the lock, and it wakes whoever waits. After a failure (I10) nothing more is issued, and every
 call raises that failure.
+
+On a device with memory of its own, copies and ops are *issued* before they are done, and others of the device follow
+at once. `Completions` tells when they are done; transfers, updates and the host's own memory wait for that.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,51 +26,23 @@ from typing import Any
 import torch
 
 from tiering.arena import Arena
+from tiering.completions import Completions
+from tiering.device import copied_from
 from tiering.engine import Extent, IOEngine
 from tiering.errors import ScheduleError
-from tiering.lanes import Lanes
-from tiering.schedule import Action, Schedule, Verb
+from tiering.lanes import Event, Lanes
+from tiering.passes import Line, Pass, lead_in
+from tiering.schedule import Action, Operand, Schedule, Verb
 from tiering.store import BlockStore
-from tiering.trace import COMPUTE, UPDATE, WAIT, InPass, Trace
+from tiering.trace import COMPUTE, UPDATE, WAIT, Trace
 
 REQUEST_BYTES = 8 << 20
 
 Views = Mapping[str, torch.Tensor]
-"""Block name to its bytes in HOST (flat uint8): the whole block, or the tile that the action names."""
+"""Block name to its bytes where the action computes (flat uint8): the whole block, or the tile that it names."""
 
 Updater = Callable[[Action, Views, Any], None]
 """Runs one tile of an update op; the last argument is what `begin` was given for its pass."""
-
-
-class _Pass:
-    """One pass through a schedule: which lines are done, and how many others each still waits for."""
-
-    def __init__(
-        self, number: int, schedule: Schedule, serial: bool, before: "_Pass | None", last: bool, context: Any
-    ) -> None:
-        self.number = number
-        self.schedule = schedule
-        self.context = context
-        count = len(schedule.actions)
-        self.is_done = bytearray(count)
-        self.left = count
-        self.missing = [0] * count
-        self.followers: list[list[int]] = [[] for _ in range(count)]
-        self.next_followers: list[list[int]] = [[] for _ in range(count)]
-        self.after: _Pass | None = None
-        self.skipped = [last and action.next_pass for action in schedule.actions]
-        for index, action in enumerate(schedule.actions):
-            waits = set(action.after)
-            if serial:
-                waits.add((index - 1, 0) if index else (count - 1, 1))
-            for waited, back in waits:
-                if back == 0:
-                    self.followers[waited].append(index)
-                    self.missing[index] += 1
-                    continue
-                self.next_followers[waited].append(index)
-                self.missing[index] += before is not None and not before.is_done[waited]
-        self.computes = deque(i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute")
 
 
 class Pipeline:
@@ -94,11 +70,11 @@ class Pipeline:
         self._update = update
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._passes: dict[int, _Pass] = {}
-        self._current: _Pass | None = None
+        self._passes: dict[int, Pass] = {}
+        self._current: Pass | None = None
         self._numbers = 0
         self._io: list[tuple[int, int]] = []
-        self._requests: deque[tuple[_Pass, int, Extent, int, memoryview]] = deque()
+        self._requests: deque[tuple[Pass, int, Extent, int, memoryview]] = deque()
         self._in_flight = 0  # requests that the engine has
         self._landing = 0  # those that it has moved, whose bytes are being summed
         self._issuing = 0  # the thread that submits requests at this moment
@@ -108,6 +84,9 @@ class Pipeline:
         self._updates: list[tuple[int, int]] = []
         self._closing = False
         self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
+        self._copies: list[tuple[int, int]] = []
+        self._computing = 0  # ops that the device has and has not done yet
+        self._completions = Completions[Line](self._happened, self.fail)
 
     def begin(self, schedule: Schedule, *, last: bool = False, context: Any = None) -> None:
         """Open a pass; its updates are given `context`, whenever they run.
@@ -120,21 +99,24 @@ class Pipeline:
             self.drain()
             before = None
             if schedule.lead_in:
-                self.run(_lead_in(schedule))
+                self.run(lead_in(schedule))
         with self._changed:
             for older in list(self._passes.values()):
                 if older is not before:
                     self._wait(lambda older=older: older.left == 0)  # type: ignore[misc]  # every action of it
             self._numbers += 1
-            new = _Pass(self._numbers, schedule, self.serial, before, last, context)
+            own_memory = self.lanes.own_memory
+            new = Pass(
+                self._numbers, schedule, before, serial=self.serial, last=last, own_memory=own_memory, context=context
+            )
             self._current = new
             if new.left:
                 self._passes[new.number] = new
             if before is not None:
                 before.after = new
-            for index in range(len(schedule.actions)):
-                if not new.missing[index] and not new.is_done[index]:
-                    self._ready(new, index)
+                before.before = None  # all of it is done
+            count = len(schedule.actions)
+            self._ready([(new, index) for index in range(count) if not new.missing[index]])
             self._issue()
 
     def run(self, schedule: Schedule, *, context: Any = None) -> None:
@@ -149,24 +131,30 @@ class Pipeline:
         """The rendezvous: wait until compute op `name` may run, lend its blocks, and take them back."""
         pass_, index = self._expect(name)
         action = pass_.schedule.actions[index]
-        with self._changed:
-            begin_s, updating_s = time.perf_counter(), self._updating_s
-            blocker = self._blocker(pass_, index)
-            self._wait(lambda: pass_.missing[index] == 0)  # everything that this op's bytes wait for
-            if blocker:
-                self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s, at=_at(pass_, index))
+        after = self._rendezvous(pass_, index)
         begin_s, updating_s = time.perf_counter(), self._updating_s
         try:
-            with self._lent(action) as views:
-                yield views
+            self.lanes.begin_compute(after)
+            yield self._views(action)
+            event = self.lanes.end_compute()
         except BaseException as error:
             self.fail(error)
             raise
-        paused_s = self._updating_s - updating_s
-        self.trace.add(COMPUTE, name, begin_s, action.nbytes, paused_s=paused_s, at=_at(pass_, index))
+        if event is None:
+            paused_s = self._updating_s - updating_s
+            self.trace.add(COMPUTE, name, begin_s, action.nbytes, paused_s=paused_s, at=pass_.at(index))
         with self._changed:
-            self._done(pass_, index)
+            if event is None:
+                self._done(pass_, index)
+            else:
+                self._computing += 1
+                self._issued(pass_, index, event)
             self._issue()
+
+    def computed(self) -> None:
+        """Return when the device has done every op that was entered and left so far. Ready updates run meanwhile."""
+        with self._changed:
+            self._wait(lambda: not self._computing)  # ops that were issued
 
     def catch_up(self) -> None:
         """Run the updates that are ready. Called from inside an op, wherever its computing can pause for a moment."""
@@ -204,10 +192,12 @@ class Pipeline:
             self._requests.clear()
             self._io.clear()
             self._updates.clear()
+            self._copies.clear()
             self._changed.wait_for(lambda: self._in_flight + self._landing == 0)  # requests whose bytes are in use
         self._late.shutdown()
+        self._completions.close()
 
-    def _expect(self, name: str) -> tuple[_Pass, int]:
+    def _expect(self, name: str) -> tuple[Pass, int]:
         pass_ = self._current
         if pass_ is None or not pass_.computes:
             raise ScheduleError(f"{name} was entered, but no pass is open that has an op left")
@@ -218,19 +208,23 @@ class Pipeline:
         pass_.computes.popleft()
         return pass_, index
 
-    def _views(self, action: Action) -> dict[str, torch.Tensor]:
-        return {x.block: self.arena.tensor(x.address, x.address + x.nbytes) for x in action.operands}
+    def _rendezvous(self, pass_: Pass, index: int) -> list[Event]:
+        """Wait until the op may be issued; returns the events that it comes after on its device."""
+        with self._changed:
+            begin_s, updating_s = time.perf_counter(), self._updating_s
+            blocker = pass_.blocker(index)
+            self._wait(lambda: pass_.missing[index] == 0)  # everything that this op's bytes wait for
+            if blocker:
+                self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s, at=pass_.at(index))
+            return pass_.events_before(index)
 
-    @contextmanager
-    def _lent(self, action: Action) -> Iterator[Views]:
-        """The device's views of an op's operands; what the op wrote is back in HOST after it."""
-        host = self._views(action)
-        device = {x.block: self.lanes.h2d(host[x.block], fill=x.reads) for x in action.operands}
-        yield device
-        for x in action.operands:
-            if x.writes:
-                self.lanes.d2h(device[x.block], host[x.block])
-        self.lanes.wait()  # the copies back of this op
+    def _views(self, action: Action) -> dict[str, torch.Tensor]:
+        """Those of DEVICE are lent under the names of the blocks that they are copies of."""
+        return {copied_from(x.block) if x.tier == "DEVICE" else x.block: self._bytes(x) for x in action.operands}
+
+    def _bytes(self, x: Operand) -> torch.Tensor:
+        arena = self.lanes if x.tier == "DEVICE" else self.arena
+        return arena.tensor(x.address, x.address + x.nbytes)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait (the lock is held) until `reached` or a failure, which is raised; ready updates run meanwhile."""
@@ -240,56 +234,71 @@ class Pipeline:
         if self._failure is not None:
             raise self._failure
 
-    def _blocker(self, pass_: _Pass, index: int) -> str:
-        """Name of an action that `index` is waiting for now; empty if it waits for nothing."""
-        if not pass_.missing[index]:
-            return ""
-        actions = pass_.schedule.actions
-        for waited, back in actions[index].after:
-            if back == 0 and not pass_.is_done[waited] and actions[waited].verb is not Verb.DROP:
-                return actions[waited].name
-        return "an earlier action"
-
-    def _ready(self, pass_: _Pass, index: int) -> None:
-        """Everything that `index` waited for is done: hand it to its lane. The lock is held."""
-        todo = [(pass_, index)]
+    def _ready(self, lines: Iterable[Line]) -> None:
+        """Everything that these lines waited for is there: hand them to their lanes. The lock is held."""
+        todo = list(lines)
         while todo:
             pass_, index = todo.pop()
             action = pass_.schedule.actions[index]
             if pass_.skipped[index] or action.verb is Verb.DROP:
+                if pass_.on_device[index]:
+                    todo += pass_.issued(index, pass_.events_before(index))
                 todo += self._completed(pass_, index)
             elif action.lane == "io":
                 heappush(self._io, (pass_.number, index))
             elif action.lane == "update":
                 heappush(self._updates, (pass_.number, index))
+            elif action.lane != "compute":
+                heappush(self._copies, (pass_.number, index))
         self._changed.notify_all()
 
-    def _completed(self, pass_: _Pass, index: int) -> list[tuple[_Pass, int]]:
+    def _completed(self, pass_: Pass, index: int) -> list[Line]:
         """Mark `index` done; returns what became ready by that. The lock is held."""
-        pass_.is_done[index] = 1
-        pass_.left -= 1
-        ready = []
-        for follower in pass_.followers[index]:
-            pass_.missing[follower] -= 1
-            if not pass_.missing[follower]:
-                ready.append((pass_, follower))
-        after = pass_.after
-        for follower in pass_.next_followers[index] if after is not None else ():
-            assert after is not None
-            after.missing[follower] -= 1
-            if not after.missing[follower]:
-                ready.append((after, follower))
+        ready = pass_.done(index)
         if pass_.left == 0:
             del self._passes[pass_.number]
         return ready
 
-    def _done(self, pass_: _Pass, index: int) -> None:
-        for ready in self._completed(pass_, index):
-            self._ready(*ready)
-        self._changed.notify_all()
+    def _done(self, pass_: Pass, index: int) -> None:
+        self._ready(self._completed(pass_, index))
+
+    def _issued(self, pass_: Pass, index: int, event: Event) -> None:
+        """The device has an action and will do it later; what follows it there is ready now. The lock is held."""
+        self._ready(pass_.issued(index, [event]))
+        self._completions.put(pass_.schedule.actions[index].lane, (pass_, index), event)
+
+    def _happened(self, line: Line, event: Event) -> None:
+        """The device has done an action; runs on the thread of its lane."""
+        pass_, index = line
+        action = pass_.schedule.actions[index]
+        computed = action.lane == "compute"
+        what, nbytes = (COMPUTE, action.nbytes) if computed else (action.verb, action.operands[0].nbytes)
+        self.trace.add(what, action.name, event.begin_s, nbytes, at=pass_.at(index), end_s=event.end_s)
+        with self._changed:
+            self._computing -= computed
+            del pass_.events[index]
+            self._done(pass_, index)
+            self._issue()
+
+    def _issue_copies(self) -> None:
+        """Issue copies in list order, each behind the events that it comes after. The lock is held."""
+        while self._copies and self._failure is None and not self._closing:
+            number, index = heappop(self._copies)
+            pass_ = self._passes[number]
+            action = pass_.schedule.actions[index]
+            source, target = map(self._bytes, action.operands)
+            try:
+                event = self.lanes.copy(action.lane, source, target, pass_.events_before(index))
+            except Exception as error:  # on a thread of the engine nobody would hear of it
+                self._failure = error
+                self._changed.notify_all()
+                return
+            self._issued(pass_, index, event)
 
     def _issue(self) -> None:
-        """Submit requests in list order, as many as may be in flight. The lock is held."""
+        """Issue copies and submit requests in list order, of these as many as may be in flight. The lock is held."""
+        if self._copies:
+            self._issue_copies()
         self._issuing = threading.get_ident()
         while self._failure is None and not self._closing and self._in_flight < self._queue_depth:
             if not self._requests:
@@ -305,7 +314,7 @@ class Pipeline:
             future.add_done_callback(partial(self._landed, pass_, index, begin, view))
         self._issuing = 0
 
-    def _split(self, pass_: _Pass, index: int) -> None:
+    def _split(self, pass_: Pass, index: int) -> None:
         """Cut a transfer into requests of at most REQUEST_BYTES."""
         action = pass_.schedule.actions[index]
         (x,) = action.operands
@@ -318,7 +327,7 @@ class Pipeline:
                 count += 1
         self._io_left[pass_.number, index] = [count, time.perf_counter()]
 
-    def _landed(self, pass_: _Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
+    def _landed(self, pass_: Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
         """A request for the bytes from `begin` on has completed; runs on the engine's thread.
 
         Checksums are made and compared here: until the action is done nobody changes the bytes in `view`. The next
@@ -349,7 +358,7 @@ class Pipeline:
                 return
             del self._io_left[pass_.number, index]
             (x,) = action.operands
-            self.trace.add(action.verb, action.name, left[1], x.nbytes, at=_at(pass_, index))
+            self.trace.add(action.verb, action.name, left[1], x.nbytes, at=pass_.at(index))
             self._done(pass_, index)
             self._issue()
 
@@ -375,8 +384,8 @@ class Pipeline:
         begin_s = time.perf_counter()
         self._changed.release()
         try:
-            self.lanes.run(partial(self._update, action, self._views(action), pass_.context))
-            self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=_at(pass_, index))
+            self._update(action, self._views(action), pass_.context)
+            self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=pass_.at(index))
         except BaseException as error:
             self.fail(error)
             raise
@@ -387,12 +396,3 @@ class Pipeline:
         self._done(pass_, index)
         self._issue()
         return True
-
-
-def _at(pass_: _Pass, index: int) -> InPass:
-    return InPass(pass_number=pass_.number, schedule=pass_.schedule, line=index)
-
-
-def _lead_in(schedule: Schedule) -> Schedule:
-    """The lead-in as a schedule of its own: its reads touch different bytes, so none waits for another."""
-    return Schedule(name=f"{schedule.name}, lead-in", actions=schedule.lead_in, host_bytes=schedule.host_bytes)

@@ -94,7 +94,8 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     for action, duration in zip(schedule.actions, cost, strict=True):
         busy[action.lane] += duration
     beside = hardware.update_beside_compute
-    slowed_s = (busy["compute"] + busy["update"]) / (1 - hardware.io_steals)
+    kept = 1 - hardware.io_steals
+    slowed_s = busy["compute"] + busy["update"] / kept if beside else (busy["compute"] + busy["update"]) / kept
     return Timeline(
         pass_s=ends[-1] - (ends[-2] if passes > 1 else 0.0),
         io_s=busy["io"],
@@ -229,7 +230,7 @@ class _Run:
         """Work done a second by each running lane that gets on; an update goes before an op on the same processors."""
         speed: dict[Lane, float] = dict.fromkeys(busy, 1.0)
         if "io" in speed:
-            for lane in ("compute", "update"):
+            for lane in ("compute", "update") if self.shared else ("update",):
                 if lane in speed:
                     speed[lane] = self.kept
         if self.shared and "update" in speed:

@@ -85,10 +85,11 @@ class Trace:
         *,
         paused_s: float = 0.0,
         at: InPass | None = None,
+        end_s: float | None = None,
     ) -> None:
-        """A span that ends now."""
-        now = time.perf_counter()
-        span = Span(what=what, name=name, begin_s=begin_s, end_s=now, nbytes=nbytes, paused_s=paused_s, at=at)
+        """A span that ends now, or at `end_s`: what a device did is told later."""
+        end_s = time.perf_counter() if end_s is None else end_s
+        span = Span(what=what, name=name, begin_s=begin_s, end_s=end_s, nbytes=nbytes, paused_s=paused_s, at=at)
         with self._lock:
             self._spans.append(span)
 

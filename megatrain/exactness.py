@@ -1,0 +1,33 @@
+"""Settings under which a device computes in true FP32 and gives the same bits each time it is asked.
+
+Scope: the switches of torch and cuBLAS that decide it, for a run and for the plain loop that it is compared with.
+Not here: which device computes (`accelerator.py`), random numbers (`random_state.py`).
+
+Without them two runs of the same plain loop on a GPU differ: the backward of memory-efficient attention adds up in any
+order, and so do gathers and scatters. What they cost is the speed of those kernels. An operator of which torch has no
+deterministic form raises, with its name. Sources: torch's notes on reproducibility; `attention_backward.cu`, which
+keeps to one order only where operators without one raise (`warn_only=False`); cuBLAS, "Results reproducibility".
+"""
+
+import os
+
+import torch
+import torch.utils.deterministic
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+
+
+def compute_exactly() -> None:
+    """From now on, in this process. Before the device has computed anything: cuBLAS looks once."""
+    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+    torch.set_float32_matmul_precision("highest")  # no TF32 in matrix products
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
+
+
+def is_inexact(error: BaseException) -> bool:
+    """Was it raised because an operator cannot give the same bits each time?"""
+    return isinstance(error, RuntimeError) and _NOT_DETERMINISTIC in str(error)
