@@ -38,7 +38,9 @@ def chat(tmp_path: Path, **data: Any) -> dict[str, Any]:
 def test_a_run_on_conversations_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, tmp_path: Path, packing: bool, changes: dict[str, Any]
 ) -> None:
-    """P1, OM-09: micro-batches with unequal numbers of learned tokens, over the end of an epoch."""
+    """P1, OM-09: micro-batches with unequal numbers of learned tokens, over the end of an epoch. MA-02: padded rows
+    come with a 2D mask, of which transformers makes each layer's own.
+    """
     settings = {"tiers.host_memory": "8MiB", "tiers.resident": 0, "train.batch": 4, "train.micro_batch": 2}
     run = load_run(run_file({**chat(tmp_path, packing=packing), **settings, **changes}))
     result = verify(run, 8 if not packing else 4, QUIET)

@@ -92,7 +92,7 @@ def test_parameters_without_weight_decay_have_the_bits_of_a_second_group(run_fil
 
 
 def test_a_frozen_parameter_has_four_bytes_and_is_never_written(run_file: RunFile) -> None:
-    """The store has no moments of it, no program has a gradient of it, and nothing but step zero writes it."""
+    """OM-16: the store has no moments of it, no program has a gradient of it, and nothing but step zero writes it."""
     changes = {"model.config": MODELS["llama"], "model.freeze": ["model.embed_tokens.weight", "model.layers.1.*"]}
     prepared = prepare(load_run(run_file(PLACED | changes)))
     workload = prepared.plan.workload

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatrain.config import OptimizerConfig
-from megatrain.model import Slice, Unit, Units
+from megatrain.gradients import GradientSink
+from megatrain.model import Binding, Slice, Unit, Units
 from megatrain.optim import GradientNorm, TiledAdamW, Update, clip_scale
 from tiering.schedule import Action, Operand, Verb
 
@@ -105,6 +106,33 @@ def test_decay_is_decoupled() -> None:
     blocks["weight"][:4] = 1.0
     run_tiles(units, blocks, 4096, OptimizerConfig(lr=0.1, weight_decay=0.1), Update(step=1, scale=None))
     assert blocks["weight"][:4].tolist() == pytest.approx([0.99] * 4)
+
+
+def test_a_gradient_with_other_strides_has_the_bits_of_a_contiguous_one() -> None:
+    """OM-17: a weight [6, 1, 4], as of a convolution over time; on its way to the block the strides are forgotten."""
+    place = Slice(name="p", shape=(6, 1, 4), offset=0)
+    module = nn.Module()
+    module.register_parameter("p", nn.Parameter(torch.empty(place.shape, device="meta")))
+    binding = Binding(owner=module, attr="p", unit="u", slice=place)
+    unit = Unit(name="u", module=module, slices=(place,), bindings=(binding,))
+    units = Units(model=module, units=(unit,))  # type: ignore[arg-type]
+    blocks = filled(units, 5)
+    odd = torch.randn(24, generator=torch.Generator().manual_seed(6)).as_strided(place.shape, (1, 17, 6))
+    whole = nn.Parameter(blocks["weight"][:24].view(place.shape).clone())
+    theirs = torch.optim.AdamW([whole], lr=0.01, weight_decay=0.01, fused=True)
+    whole.grad = odd.contiguous()
+    theirs.step()
+    blocks["exp_avg"].zero_()
+    blocks["exp_avg_sq"].zero_()
+
+    views = {f"u/{kind}": blocks[kind].view(torch.uint8) for kind in KINDS}
+    sink = GradientSink(unit, views, set(), lambda: None)
+    leaf = sink.leaves[place]
+    (leaf * odd).sum().backward()
+    sink.close()
+    assert not odd.is_contiguous() and torch.equal(blocks["grad"][:24].view(place.shape), odd)
+    run_tiles(units, blocks, 4 * 16, OptimizerConfig(lr=0.01, weight_decay=0.01), Update(step=1, scale=None))
+    assert torch.equal(blocks["weight"][:24].view(place.shape), whole.detach())
 
 
 def test_norm_and_clipping_equal_clip_grad_norm() -> None:

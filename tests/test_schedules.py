@@ -111,10 +111,11 @@ def scheduled(schedule: str, **more: Any) -> dict[str, Any]:
 def test_a_run_under_a_schedule_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, schedule: str, when: dict[str, Any]
 ) -> None:
-    """P1, I8: transformers' scheduler in the plain loop; updates that run in the next pass have the rate of their own
-    step. The fifth update is a flush.
+    """P1, I8, OM-11: transformers' scheduler in the plain loop, one rate for the four micro-batches of a step; updates
+    that run in the next pass have the rate of their own step. The fifth update is a flush.
     """
-    run = load_run(run_file(scheduled(schedule, **{"optimizer.warmup_steps": 2, **when})))
+    rows = {"train.batch": 4, "train.micro_batch": 1}
+    run = load_run(run_file(scheduled(schedule, **{"optimizer.warmup_steps": 2, **rows, **when})))
     result = verify(run, 5, Console(quiet=True))
     assert len(set(result["lrs"][:3])) == 3, f"the rate does not change: {result['lrs']}"
     assert result["lrs"] == result["plain_lrs"]
