@@ -26,7 +26,6 @@ def said(code: str, *arguments: str, **environment: str) -> dict[str, object]:
 START = """
 import json, os, sys
 from megatrain.heap import start_again
-print("once" if "glibc.malloc.tcache_count=0" in os.environ.get("GLIBC_TUNABLES", "") else "", end="", file=sys.stderr)
 pid = os.getpid()
 start_again()
 print(json.dumps({"argv": sys.argv, "tunables": os.environ.get("GLIBC_TUNABLES"), "pid": pid == os.getpid()}))
@@ -55,7 +54,6 @@ tensors = [torch.ones(8 << 20) for _ in range(4)]
 full = rss().rss
 tensors.clear()
 kept = rss().rss
-faults = psutil.Process()
 given = heap.release()
 after = rss().rss
 again = [torch.ones(8 << 20) for _ in range(4)]
@@ -77,41 +75,25 @@ STEP = """
 import json
 from megatrain.heap import Heap, start_again
 start_again()
-import torch
-from torch import nn
-import ctypes
-
-class Info(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
-
-libc = ctypes.CDLL(None)
-libc.mallinfo2.restype = Info
-layer = nn.TransformerEncoderLayer(512, 8, 1536, dropout=0.0, batch_first=True)
+from megatrain.config import ModelConfig
+from megatrain.profile import profile
+from megatrain.run_model import build_units
+from megatrain.timing import time_units
+llama = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1664,
+         "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512,
+         "tie_word_embeddings": False}
+units = build_units(ModelConfig(config=llama))
+alive = max(cost.workspace_bytes for cost in profile(units, 2, 256).values())
 heap = Heap(1 << 30)
 heap.release()
-begin, most = libc.mallinfo2().uordblks, 0
-def look(*call):
-    global most
-    most = max(most, libc.mallinfo2().uordblks - begin)
-for module in layer.modules():
-    module.register_forward_hook(look)
-for turn in range(12):
-    x = torch.randn(2, 256 + 8 * turn, 512)
-    loss = layer(x).square().sum()
-    look()
-    loss.backward()
-    look()
-    held = [dict.fromkeys(range(200)) for _ in range(64)]  # the interpreter's own objects, between the tensors
-    del x, loss
-print(json.dumps({"most": most, "grown": heap.release()}))
+time_units(units, 2, 256)
+print(json.dumps({"alive": alive, "grown": heap.release()}))
 """
 
 
 @linux_only
-def test_the_heap_is_not_much_larger_than_what_was_alive_in_it() -> None:
-    """P2: forwards and backwards of changing lengths, with other objects between them."""
+def test_the_heap_is_not_much_larger_than_what_is_alive_in_it() -> None:
+    """P2: units of a small Llama. With the caches for threads it was 2.2 to 2.4 times as large, without 1.4 to 1.5."""
     found = said(STEP)
-    most, grown = int(str(found["most"])), int(str(found["grown"]))
-    assert most > 20 * MiB, f"only {most} bytes were alive: this shows nothing"
-    assert grown < 2 * most + 16 * MiB, f"the heap took {grown} bytes for {most} that were alive"
+    alive, grown = int(str(found["alive"])), int(str(found["grown"]))
+    assert grown < 1.8 * alive, f"the heap took {grown} bytes for {alive} that were alive"
