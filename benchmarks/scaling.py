@@ -22,12 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.child import run_child
+from benchmarks.machine import drive_rates
 from benchmarks.presets import llama, parameters, run_mapping, sequences, staging_bytes
+from benchmarks.result_page import Markdown, ResultPage, check_page, markdown_table
 from benchmarks.step import TieredSteps
 from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_app, stdout_kept
 from megatrain.engine import StepEngine
 from megatrain.errors import UserError
+from megatrain.heap import start_again
 from megatrain.inputs import tensors
 from megatrain.prepare import prepare
 from megatrain.runfile import write_mapping
@@ -67,6 +70,7 @@ def main(
     sizes: Annotated[list[str] | None, typer.Option("--size", help=f"Of {', '.join(SIZES)}; several.")] = None,
     tokens: Annotated[list[int] | None, typer.Option("--tokens", min=2, help="Tokens a step; several.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: .png, .svg, .pdf.")] = None,
+    markdown: Markdown = None,
     this: Annotated[str, typer.Option("--this", hidden=True, help="One run, in this process: SIZE:TOKENS.")] = "",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -83,15 +87,23 @@ def main(
         unknown = [size for size in chosen if size not in SIZES]
         if unknown:
             raise UserError(f"--size {unknown[0]}: no such size. Fix: one of {', '.join(SIZES)}")
+        check_page(markdown)
         check_place(path / "state")
         check_room(path, DISK_BYTES_PER_PARAMETER * max(parameters(SIZES[size]) for size in chosen))
         with stdout_kept(as_json):
+            before = drive_rates(path)
             report = {
                 "parameters": [_in_process(size, FEW_TOKENS, path, steps) for size in chosen],
                 "tokens": [_in_process(OF_TOKENS, count, path, steps) for count in tokens or TOKENS],
             }
             if plot is not None:
                 draw(report, plot)
+        if markdown is not None:
+            title = "Seconds a step against parameters and tokens"
+            page = ResultPage(
+                title=title, module="benchmarks.scaling", path=path, before=before, after=drive_rates(path)
+            )
+            markdown.write_text(page.text(*_sections(report, plot)))
         if as_json:
             print_json(report)
         else:
@@ -178,21 +190,39 @@ def _lines(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Line]
 
 def render(report: Mapping[str, Sequence[Mapping[str, Any]]], console: Console) -> None:
     """A table of the runs, and how far from straight they are."""
-    lines = _lines(report)
     for name, rows in report.items():
-        table = Table("parameters", "tokens", "step", "predicted", "", "bound by", title_justify="left")
-        table.title = f"By {name}"
+        table = Table(*_COLUMNS, title=f"By {name}", title_justify="left")
         for row in rows:
-            off = f"{row['step_s'] / row['predicted_step_s'] - 1:+.1%}"
-            seconds = (format_seconds(row["step_s"]), format_seconds(row["predicted_step_s"]))
-            table.add_row(f"{row['parameters'] / 1e6:.0f}M", f"{row['tokens']:,}", *seconds, off, row["bottleneck"])
+            table.add_row(*_cells(row))
         console.print(table)
-        if name in lines:
-            line = lines[name]
-            console.print(
-                f"A straight line: {line.level:.3f} s + {line.slope * 1e9:.3f} ns for each of the {name}; "
-                f"the furthest point is {line.worst:.1%} off it"
-            )
+        for text in _straight(report, name):
+            console.print(text)
+
+
+_COLUMNS = ("parameters", "tokens", "step", "predicted", "", "bound by")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    off = f"{row['step_s'] / row['predicted_step_s'] - 1:+.1%}"
+    seconds = (format_seconds(row["step_s"]), format_seconds(row["predicted_step_s"]))
+    return [f"{row['parameters'] / 1e6:.0f}M", f"{row['tokens']:,}", *seconds, off, row["bottleneck"]]
+
+
+def _straight(report: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[str]:
+    """The line through the rows of `name`, in words; none through a single point."""
+    line = _lines(report).get(name)
+    if line is None:
+        return []
+    slope = f"{line.level:.3f} s + {line.slope * 1e9:.3f} ns for each of the {name}"
+    return [f"A straight line: {slope}; the furthest point is {line.worst:.1%} off it"]
+
+
+def _sections(report: Mapping[str, Sequence[Mapping[str, Any]]], plot: Path | None) -> list[str]:
+    """Of a page: both tables, and the picture that lies beside it."""
+    parts = [f"![seconds a step]({plot.name})"] if plot is not None else []
+    for name, rows in report.items():
+        parts += [f"## By {name}", markdown_table(_COLUMNS, map(_cells, rows)), *_straight(report, name)]
+    return parts
 
 
 def draw(report: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
@@ -224,4 +254,5 @@ def draw(report: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
 
 
 if __name__ == "__main__":
+    start_again()
     run_app(app, "python -m benchmarks.scaling")

@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.child import os_bytes, peak_rss_bytes, reset_peak, rss_bytes
+from benchmarks.machine import drive_rates
 from benchmarks.presets import (
     STAGING_BYTES,
     STATE_BYTES,
@@ -47,6 +48,7 @@ from benchmarks.presets import (
     sequences,
     staging_bytes,
 )
+from benchmarks.result_page import Markdown, ResultPage, check_page, markdown_table
 from benchmarks.yardsticks import MAIN, PlainSteps, RawIO, ResidentSteps, RingSteps, resident_plan
 from megatrain.config import RUN_FILE, RunConfig, load_run
 from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_app, stdout_kept
@@ -133,6 +135,7 @@ def main(
     tokens: Annotated[int, typer.Option("--tokens", min=0, help="Of a preset: tokens a step; 0: by the case.")] = 0,
     rounds: Annotated[int, typer.Option("--steps", min=1, help="Rounds: figures of each kind.")] = 5,
     counted: Annotated[int, typer.Option("--in-a-row", min=1, help="Counted steps of a visit.")] = 2,
+    markdown: Markdown = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -140,12 +143,21 @@ def main(
     with reported(debug):
         if (run_file is None) == (case is None) or (case is not None) != (path is not None):
             raise UserError("give RUN.yaml, or --case with --path. Fix: one of the two")
+        check_page(markdown)
         with stdout_kept(as_json):
             if run_file is not None:
-                found = measured(load_run(run_file, overrides or ()), rounds, counted)
+                run, title = load_run(run_file, overrides or ()), str(run_file)
             else:
                 assert case is not None and path is not None
-                found = measured(preset(case, path, resident, tokens), rounds, counted) | {"case": case}
+                run, title = preset(case, path, resident, tokens), f"{case}, {resident:.0%} resident"
+            before = drive_rates(run.tiers.nvme[0])
+            found = measured(run, rounds, counted) | ({"case": case} if case else {})
+            after = drive_rates(run.tiers.nvme[0])
+            found |= {"drive_before": before.as_json(), "drive_after": after.as_json()}
+        if markdown is not None:
+            title = f"A step of {found['parameters'] / 1e6:.1f}M parameters and {found['tokens']:,} tokens: {title}"
+            page = ResultPage(title=title, module="benchmarks.step", path=run.tiers.nvme[0], before=before, after=after)
+            markdown.write_text(page.text(*_sections(found)))
         if as_json:
             print_json(found)
         else:
@@ -320,25 +332,53 @@ def _stalls(visits: Sequence[Visit]) -> dict[str, float]:
     return shown | ({"other": rest} if rest else {})
 
 
+_OF_A_ROUND = ("step_s", "compute_s", "io_s", "fraction", "plain_step_s")
+
+
 def render(found: Mapping[str, Any], console: Console) -> None:
     """A table of the rounds, one of the figures."""
-    names = ("step_s", "compute_s", "io_s", "fraction", "plain_step_s")
-    table = Table("round", *names, title="In seconds, round by round", title_justify="left")
-    for number, row in enumerate(found["rounds"]):
-        table.add_row(str(number + 1), *("-" if row[name] is None else f"{row[name]:.3f}" for name in names))
+    table = Table("round", *_OF_A_ROUND, title="In seconds, round by round", title_justify="left")
+    for cells in _round_rows(found):
+        table.add_row(*cells)
     console.print(table)
     result = Table("medians", "", title_justify="left")
-    for name in ("step_s", "predicted_step_s", "limit_s", "compute_s", "io_s", "plain_step_s"):
-        result.add_row(name, "-" if found[name] is None else format_seconds(found[name]))
-    result.add_row("fraction", f"{found['fraction']:.3f}")
-    for name in ("read_bytes", "written_bytes"):
-        result.add_row(name, f"{format_size(round(found[name]))} (plan {format_size(found[f'predicted_{name}'])})")
-    result.add_row("bytes_per_param", f"{found['bytes_per_param']:.2f}")
-    peak = format_size(found["peak_rss_bytes"])
-    result.add_row("peak_rss_bytes", f"{peak} (plan {format_size(found['predicted_peak_bytes'])})")
+    for cells in _median_rows(found):
+        result.add_row(*cells)
     console.print(result)
-    for name, seconds in found["stalls"].items():
-        console.print(f"computing waited {format_seconds(seconds)} a step for {name}", highlight=False, markup=False)
+    for line in _stall_lines(found):
+        console.print(line, highlight=False, markup=False)
+
+
+def _sections(found: Mapping[str, Any]) -> list[str]:
+    """The same, of a page."""
+    return [
+        markdown_table(["medians", ""], _median_rows(found)),
+        "In seconds, round by round:",
+        markdown_table(["round", *_OF_A_ROUND], _round_rows(found)),
+        "\n".join(f"- {line}" for line in _stall_lines(found)),
+    ]
+
+
+def _round_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [str(number), *("-" if row[name] is None else f"{row[name]:.3f}" for name in _OF_A_ROUND)]
+        for number, row in enumerate(found["rounds"], start=1)
+    ]
+
+
+def _median_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    seconds = ("step_s", "predicted_step_s", "limit_s", "compute_s", "io_s", "plain_step_s")
+    rows = [[name, "-" if found[name] is None else format_seconds(found[name])] for name in seconds]
+    rows.append(["fraction", f"{found['fraction']:.3f}"])
+    for name in ("read_bytes", "written_bytes"):
+        rows.append([name, f"{format_size(round(found[name]))} (plan {format_size(found[f'predicted_{name}'])})"])
+    rows.append(["bytes_per_param", f"{found['bytes_per_param']:.2f}"])
+    peaks = format_size(found["peak_rss_bytes"]), format_size(found["predicted_peak_bytes"])
+    return [*rows, ["peak_rss_bytes", f"{peaks[0]} (plan {peaks[1]})"]]
+
+
+def _stall_lines(found: Mapping[str, Any]) -> list[str]:
+    return [f"computing waited {format_seconds(s)} a step for {name}" for name, s in found["stalls"].items()]
 
 
 if __name__ == "__main__":

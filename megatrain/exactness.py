@@ -1,4 +1,4 @@
-"""Settings under which a device computes in true FP32 and gives the same bits each time it is asked.
+"""Settings under which true FP32 is computed, with the same bits each time it is asked for.
 
 Scope: the switches of torch and cuBLAS that decide it, for a run and for the plain loop that it is compared with.
 Not here: which device computes (`accelerator.py`), random numbers (`random_state.py`).
@@ -7,6 +7,9 @@ Without them two runs of the same plain loop on a GPU differ: the backward of me
 order, and so do gathers and scatters. What they cost is the speed of those kernels. An operator of which torch has no
 deterministic form raises, with its name. Sources: torch's notes on reproducibility; `attention_backward.cu`, which
 keeps to one order only where operators without one raise (`warn_only=False`); cuBLAS, "Results reproducibility".
+
+A CPU needs them too: there the backward of an index (`x[i]`, which experts are routed with) adds with atomics from
+32,768 elements on, in the order in which its threads come by (`IndexKernel.cpp`).
 """
 
 import os
@@ -25,6 +28,15 @@ def compute_exactly() -> None:
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
+
+
+def compute_repeatably() -> None:
+    """The same for a CPU, unless a device has it already. torch warns of an operator that has no such form."""
+    if torch.are_deterministic_algorithms_enabled():
+        return
+    torch.set_float32_matmul_precision("highest")  # lower ones let oneDNN round to BF16
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
 
 

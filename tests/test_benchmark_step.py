@@ -21,10 +21,12 @@ from conftest import RunFile
 from rich.console import Console
 
 import benchmarks.presets
+import benchmarks.result_page
 import benchmarks.rivals.__main__ as rivals
 import benchmarks.scaling
 import benchmarks.step
 from benchmarks.child import Ended, memory_group, os_bytes, peak_rss_bytes, reset_peak, run_child
+from benchmarks.machine import Rates
 from benchmarks.presets import llama, parameters
 from benchmarks.yardsticks import RingSteps
 from megatrain.config import load_run
@@ -64,7 +66,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 def quick_machine(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rate is measured where the test itself runs."""
     monkeypatch.setattr(gds, "probe", lambda path: "no GPU driver")
-    monkeypatch.setattr(rivals, "drive_rates", lambda path: rivals.Rates(read_per_s=3, write_per_s=2, mixed_per_s=1))
+    for module in (rivals, benchmarks.step, benchmarks.scaling):
+        monkeypatch.setattr(module, "drive_rates", lambda path: Rates(read_per_s=3, write_per_s=2, mixed_per_s=1))
 
 
 def check_step(found: dict[str, Any], rounds: int) -> None:
@@ -101,11 +104,19 @@ def test_a_step_is_measured_beside_its_computing_and_its_io(
     assert clips or share or found["bytes_per_param"] <= 28.0, found["bytes_per_param"]
 
 
-def test_a_step_is_shown_as_tables(run_file: RunFile, invoke: Invoke) -> None:
-    code, out, err = invoke(benchmarks.step.app, run_file({"model.config": TINY}), "--steps", 1, "--in-a-row", 1)
+def test_a_step_is_shown_as_tables_and_kept_as_a_page(tmp_path: Path, run_file: RunFile, invoke: Invoke) -> None:
+    """Rule 10: a kept figure has the command, the machine, its drive before and after, and the commit beside it."""
+    page = tmp_path / "page.md"
+    options = ("--steps", 1, "--in-a-row", 1, "--markdown", page)
+    code, out, err = invoke(benchmarks.step.app, run_file({"model.config": TINY}), *options)
     assert code == 0, err
     for said in ("round by round", "fraction", "bytes_per_param", "plan"):
         assert said in out, f"{said} is not in\n{out}"
+        assert said in page.read_text(), f"{said} is not in\n{page.read_text()}"
+    for said in ("python -m benchmarks.step", "commit: ", "processor: ", "drive before: read 3", "drive after: "):
+        assert said in page.read_text(), f"{said} is not in\n{page.read_text()}"
+    code, out, err = invoke(benchmarks.step.app, run_file({}), "--steps", 1, "--markdown", tmp_path / "none" / "p.md")
+    assert code == 2 and "--markdown" in err, err
 
 
 def test_what_does_not_fit_into_memory_is_left_out_and_said(run_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +167,7 @@ def test_a_preset_has_the_tokens_and_the_share_that_it_is_asked_for(tmp_path: Pa
 
 def test_the_sums_of_the_presets_come_out_as_written() -> None:
     """Rule 10."""
-    for module in (benchmarks.presets, benchmarks.scaling):
+    for module in (benchmarks.presets, benchmarks.scaling, benchmarks.result_page):
         assert doctest.testmod(module).failed == 0, module
 
 
@@ -182,7 +193,8 @@ def test_growth_is_shown_on_one_page(tmp_path: Path, invoke: Invoke, monkeypatch
 
     monkeypatch.setattr(benchmarks.scaling, "_in_process", in_this_process)
     plot = tmp_path / "growth.png"
-    options = ("--path", tmp_path, "--steps", 1, "--tokens", 32, "--tokens", 64)
+    page = tmp_path / "growth.md"
+    options = ("--path", tmp_path, "--steps", 1, "--tokens", 32, "--tokens", 64, "--markdown", page)
     code, out, err = invoke(benchmarks.scaling.app, *options, "--plot", plot, "--json")
     assert code == 0, err
     report = json.loads(out)
@@ -193,6 +205,7 @@ def test_growth_is_shown_on_one_page(tmp_path: Path, invoke: Invoke, monkeypatch
     ]
     assert all(row["step_s"] > 0 and row["predicted_step_s"] > 0 for rows in report.values() for row in rows)
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "(growth.png)" in page.read_text() and "A straight line" in page.read_text(), page.read_text()
     console = Console(width=120, record=True, file=io.StringIO())
     benchmarks.scaling.render(report, console)
     assert "A straight line" in console.export_text()

@@ -7,6 +7,7 @@ Not here: reading a whole commit (`test_scrub.py`), power cuts (`test_power_cut.
 import json
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from megatrain.generate import generate
 from megatrain.trainer import train
 from tiering import checksums, chunk_files
 from tiering.checksums import GRAIN_BYTES
+from tiering.engine import Extent
 from tiering.errors import BudgetError, DamagedStateError, WrongStateError
 from tiering.hardware import assumed_hardware
-from tiering.manifest import OTHER, seal_of
+from tiering.manifest import OTHER, read_manifest, seal_of
 from tiering.pipeline import REQUEST_BYTES
 from tiering.plan import MiB, make_plan
+from tiering.posix import PosixEngine
 from tiering.schedule import Verb
 from tiering.store import BlockStore
 
@@ -338,18 +341,22 @@ def test_every_request_of_a_plan_is_on_the_grid(units: Any, mode: str, resident:
     assert REQUEST_BYTES % GRAIN_BYTES == chunk_files.CHUNK_BYTES % GRAIN_BYTES == 0
 
 
-def test_a_run_makes_checksums_on_the_threads_that_do_io(
-    run_file: RunFile, known_machine: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("resident", [0, 1], ids=["streamed", "resident"])
+def test_a_run_makes_checksums_right_after_updates_of_what_they_write(
+    run_file: RunFile, known_machine: None, monkeypatch: pytest.MonkeyPatch, resident: float
 ) -> None:
-    """P4: in steps nothing is added to the thread that computes. What a run wrote has the checksums of its bytes."""
-    run_dir = untrained(run_file, {"tiers.resident": 0, "tiers.host_memory": "8MiB"})
-    threads: set[str] = set()
-    steps = threading.Event()
+    """P4: while the cache has the bytes; a step makes none of what it does not write. What a run wrote has checksums of
+    its bytes.
+    """
+    memory = {"tiers.resident": resident, "tiers.host_memory": "64MiB" if resident else "8MiB"}
+    run_dir = untrained(run_file, memory)
+    made: Counter[str] = Counter()
+    steady = threading.Event()
     real_sum = checksums.checksum
 
     def noted(data: Any) -> int:
-        if steps.is_set():
-            threads.add(threading.current_thread().name.partition("_")[0])
+        if steady.is_set():
+            made[threading.current_thread().name] += len(data)
         return real_sum(data)
 
     import megatrain.engine
@@ -357,22 +364,49 @@ def test_a_run_makes_checksums_on_the_threads_that_do_io(
     real_step = megatrain.engine.StepEngine.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.set()
+        if self.updates > 0:  # the first step compares what it reads
+            steady.set()
         try:
             return real_step(self, *args, **kwargs)
         finally:
-            steps.clear()
+            self.manager.pipeline.drain()
+            steady.clear()
 
     monkeypatch.setattr(checksums, "checksum", noted)
     monkeypatch.setattr(megatrain.engine.StepEngine, "step", step)
     run = run_in(run_dir)
     assert train(run, resume=True, console=QUIET) == 0
-    assert threads and threads <= {"io", "io-late"}, f"checksums were made on {threads}"
+    durable = sum(entry.nbytes for entry in read_manifest(run.tiers.nvme[0]).blocks)
+    wanted = {} if resident else {"MainThread": (run.train.steps - 1) * durable}
+    assert made == wanted, f"bytes summed by threads: {made}, wanted {wanted}"
     root = run.tiers.nvme[0]
-    wanted = {
+    files = {
         str(path.parent.parent.relative_to(root)): path.read_bytes() for path in root.glob("*/*/c/0") if path.is_file()
     }
-    assert in_file(root) == of_content(wanted, GRAIN_BYTES)
+    assert in_file(root) == of_content(files, GRAIN_BYTES)
+
+
+def test_a_byte_that_changes_between_an_update_and_its_write_is_noticed(
+    run_file: RunFile, known_machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P3: the checksum is of what the update made, not of what lay in memory later."""
+    run_dir = untrained(run_file, {"tiers.resident": 0, "tiers.host_memory": "8MiB", "train.steps": 1})
+    real_write = PosixEngine.submit_write
+    flipped: list[str] = []
+
+    def write(self: PosixEngine, extent: Extent, view: Any) -> Any:
+        if extent.block == "model.layers.1/exp_avg" and not flipped:
+            flipped.append(extent.block)
+            view[100] ^= 1
+        return real_write(self, extent, view)
+
+    run = run_in(run_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(PosixEngine, "submit_write", write)
+        assert train(run, resume=True, console=QUIET) == 0 and flipped
+    longer = run.model_copy(update={"train": run.train.model_copy(update={"steps": 2})})
+    with pytest.raises(DamagedStateError, match=r"block model\.layers\.1/exp_avg"):
+        train(longer, resume=True, console=QUIET)
 
 
 @pytest.mark.parametrize("resident", [0, 1], ids=["streamed", "resident"])

@@ -7,8 +7,6 @@ Not here: facts of the system (`test_drive.py`), the file of figures (`test_hard
 import errno
 import fcntl
 import os
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +22,7 @@ from tiering.drive import DriveFacts
 from tiering.engine import Extent
 from tiering.errors import DiskFullError, IOFailedError, PlaceError
 from tiering.hardware import Rate, assumed_hardware
-from tiering.measure import busy_drive, by_drive, io_steals, measure, measure_drives
+from tiering.measure import by_drive, io_steals, measure, measure_drives
 from tiering.measure_device import device_copy_rates, first_device, quick_device_rates
 from tiering.measure_disk import (
     DiskRates,
@@ -34,7 +32,7 @@ from tiering.measure_disk import (
     request_size,
     series,
 )
-from tiering.measure_memory import host_copy_rate, product_shape, update_elements
+from tiering.measure_memory import host_copy_rate, product_shape, update_elements, update_rate
 from tiering.posix import PosixEngine
 from tiering.probe_file import MIXES, probe_file, remove_stale
 from tiering.spread import rate_of
@@ -348,17 +346,14 @@ def test_what_a_busy_drive_takes_from_computing_is_a_share(tmp_path: Path, monke
     assert io_steals(tmp_path, Recorder(), width=64, tokens=64, memory=8 * MiB, depth=2) == 0.75
 
 
-def test_a_busy_drive_makes_the_checksums_of_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P5: in a run the drive's threads make them, and take that from computing too."""
-    summed: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        "tiering.probe_file.checksum", lambda view: summed.append((threading.current_thread().name, len(view)))
-    )
-    with PosixEngine() as engine, busy_drive(tmp_path, engine, memory=8 * MiB, depth=2):
-        begin_s = time.perf_counter()
-        while not summed and time.perf_counter() - begin_s < 20:
-            time.sleep(0.01)
-    assert summed and all(name.startswith("io") and nbytes <= GRAIN_BYTES for name, nbytes in summed), summed[:4]
+def test_the_rate_of_updates_counts_the_checksums_of_what_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: in a run they are made right after an update, of the weight and both moments."""
+    summed: list[int] = []
+    monkeypatch.setattr("tiering.measure_memory.checksum", lambda data: summed.append(len(data)))
+    monkeypatch.setattr("tiering.measure_memory.REPEATS", 1)
+    monkeypatch.setattr("tiering.measure_memory.COPY_BYTES", 1)
+    assert update_rate(MiB).per_s > 0
+    assert sum(summed) == 3 * 4 * MiB and max(summed) == GRAIN_BYTES, f"{sum(summed)} bytes by up to {max(summed)}"
 
 
 def test_copies_on_the_host_are_measured_and_those_to_a_device_only_where_there_is_one() -> None:

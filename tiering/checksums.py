@@ -40,6 +40,22 @@ Stored = Callable[[int, int], Bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Checksums of whole grains that will be written to a block from byte `lo` on: made while the processor's cache has
+    the bytes.
+    """
+
+    lo: int
+    grain_bytes: int
+    values: NDArray[np.uint64]
+
+    def of(self, lo: int, nbytes: int) -> NDArray[np.uint64]:
+        """Those of a part."""
+        first = (lo - self.lo) // self.grain_bytes
+        return self.values[first : first + -(-nbytes // self.grain_bytes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
     """The bytes [lo, hi) of a block are not those that were written."""
 
@@ -136,12 +152,29 @@ class Checksums:
                 wrong.append(Mismatch(lo=begin, hi=end, wanted=wanted, found=found))
         return wrong
 
-    def wrote(self, block: StoredBlock, lo: int, hi: int, data: Bytes | None, stored: Stored) -> list[Mismatch]:
+    def make(self, block: StoredBlock, lo: int, data: Bytes) -> Sums | None:
+        """Checksums of bytes that will be written from `lo` on; None where they do not fill their grains."""
+        step, hi = self.grain_bytes, lo + len(data)
+        if lo % step or (hi % step and hi != block.nbytes):
+            return None
+        whole = memoryview(data)
+        sums = [checksum(whole[at : at + step]) for at in range(0, len(whole), step)]
+        return Sums(lo=lo, grain_bytes=step, values=np.array(sums, dtype=np.uint64))
+
+    def wrote(
+        self, block: StoredBlock, lo: int, hi: int, data: Bytes | None, stored: Stored, sums: Sums | None = None
+    ) -> list[Mismatch]:
         """The bytes [lo, hi) were written, and are `data` (None: not at hand). What the commit holds beside them in the
-        same grains is compared first: nobody could do so later.
+        same grains is compared first: nobody could do so later. sums: of these bytes, if they were made before.
         """
-        if data is not None and lo % self.grain_bytes == 0 and (hi % self.grain_bytes == 0 or hi == block.nbytes):
-            self._made(self._index(block, lo), memoryview(data))
+        if sums is None and data is not None:
+            sums = self.make(block, lo, data)
+        if sums is not None:
+            values, first = sums.of(lo, hi - lo), self._index(block, lo)
+            those = slice(first, first + len(values))
+            self._current[those] = values
+            self._to_compare[those] = False
+            self._unknown[those] = False
             return []
         made: list[tuple[int, int | None]] = []
         wrong: list[Mismatch] = []
@@ -157,15 +190,6 @@ class Checksums:
             if value is not None:
                 self._current[index] = value
         return wrong
-
-    def _made(self, first: int, data: memoryview) -> None:
-        """Checksums of whole grains, with little Python beside them: the thread that computes needs its lock too."""
-        step = self.grain_bytes
-        sums = [checksum(data[at : at + step]) for at in range(0, len(data), step)]
-        those = slice(first, first + len(sums))
-        self._current[those] = np.array(sums, dtype=np.uint64)
-        self._to_compare[those] = False
-        self._unknown[those] = False
 
     def save(
         self,

@@ -115,7 +115,7 @@ def stolen(alone_s: float, beside_s: float) -> float:
 
 @contextmanager
 def busy_drive(path: Path, engine: IOEngine, *, memory: int, depth: int) -> Iterator[None]:
-    """Inside, the drive of `path` is kept busy with the mix of a step, and what is written gets checksums.
+    """Inside, the drive of `path` is kept busy with the mix of a step.
 
     memory: bytes for its buffers. Raises what the engine raised.
     """
@@ -123,7 +123,6 @@ def busy_drive(path: Path, engine: IOEngine, *, memory: int, depth: int) -> Iter
     stop = threading.Event()
     failures: list[BaseException] = []
     with probe_file(path, engine, nbytes=STEAL_BYTES, request_bytes=request_bytes, memory=memory) as file:
-        file.summed = True
 
         def keep_busy() -> None:
             try:

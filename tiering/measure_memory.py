@@ -11,12 +11,15 @@ from datetime import date
 
 import torch
 
+from tiering.checksums import GRAIN_BYTES, checksum
 from tiering.hardware import Rate
 
 MiB = 1 << 20
 COPY_BYTES = 256 * MiB
 REPEATS = 4
 BUSY_S = 0.3
+TILE_ELEMENTS = 2 << 20
+"""Of each tensor that is updated at a time: the planner's usual tile. What was written is still in the cache then."""
 CPU = torch.device("cpu")
 
 
@@ -49,7 +52,8 @@ def product_rate(rows: int, inner: int, columns: int, *, device: torch.device = 
 
 
 def update_rate(count: int, *, scaled: bool = False) -> Rate:
-    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU.
+    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU, tile by tile,
+    with the checksums of what will be written.
 
     scaled: gradients are multiplied by a factor first, as clipping does; it goes over them once more.
     """
@@ -58,17 +62,23 @@ def update_rate(count: int, *, scaled: bool = False) -> Rate:
     step = torch.ones(())
 
     def run() -> None:
-        if scaled:
-            torch._foreach_mul_([gradient], factor)
-        torch._fused_adamw_(
-            [parameter], [gradient], [mean], [square], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
-            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        tiles = zip(*(x.split(TILE_ELEMENTS) for x in (parameter, gradient, mean, square)), strict=True)
+        for weight, grad, exp_avg, exp_avg_sq in tiles:
+            if scaled:
+                torch._foreach_mul_([grad], factor)
+            torch._fused_adamw_(
+                [weight], [grad], [exp_avg], [exp_avg_sq], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
+                weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            )  # fmt: skip
+            for written in (weight, exp_avg, exp_avg_sq):
+                data = memoryview(written.numpy()).cast("B")
+                for lo in range(0, len(data), GRAIN_BYTES):
+                    checksum(data[lo : lo + GRAIN_BYTES])
 
     repeats = max(REPEATS, min(64, COPY_BYTES // (16 * count)))  # a short run is disturbed more easily
     best_s = min(timed(run) for _ in range(repeats))
     before = ", gradients scaled" if scaled else ""
-    return measured(16 * count / best_s, f"fused AdamW on tensors of {4 * count} bytes{before}")
+    return measured(16 * count / best_s, f"fused AdamW and checksums on tensors of {4 * count} bytes{before}")
 
 
 def host_copy_rate(nbytes: int = COPY_BYTES) -> Rate:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiering.lanes import Event
-from tiering.schedule import Action, Schedule, Verb
+from tiering.schedule import Action, Operand, Schedule, Verb
 from tiering.trace import InPass
 
 Line = tuple["Pass", int]
@@ -90,6 +90,14 @@ class Pass:
         # Only device actions touch DEVICE bytes; the host is never told when those that a DROP stands for are done.
         assert self.on_device[index] or self.schedule.actions[waited].verb is not Verb.DROP, f"line {index}"
         return self.on_device[index]
+
+    def written_next(self, index: int) -> list[Operand]:
+        """What `index` writes and a WRITE that comes after it takes to NVME."""
+        actions = self.schedule.actions
+        wrote = {(x.block, x.lo, x.hi) for x in actions[index].operands if x.writes}
+        after = (actions[follower] for follower in self._if_done.here[index])
+        writes = [action.operands[0] for action in after if action.verb is Verb.WRITE]
+        return [x for x in writes if (x.block, x.lo, x.hi) in wrote]
 
     def issued(self, index: int, events: Sequence[Event]) -> list[Line]:
         """A device action is issued, and `events` tell when it has happened; returns what became ready by that."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from tiering.arena import Arena
+from tiering.checksums import Sums
 from tiering.completions import Completions
 from tiering.device import copied_from
 from tiering.engine import Extent, IOEngine
@@ -81,6 +82,7 @@ class Pipeline:
         self._queue_depth = queue_depth
         self._updating_s = 0.0  # spent in updates so far
         self._io_left: dict[tuple[int, int], list[float]] = {}
+        self._sums: dict[tuple[str, int], Sums | None] = {}  # by block and first byte, of what will be written
         self._updates: list[tuple[int, int]] = []
         self._closing = False
         self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
@@ -330,9 +332,10 @@ class Pipeline:
     def _landed(self, pass_: Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
         """A request for the bytes from `begin` on has completed; runs on the engine's thread.
 
-        Checksums are made and compared here: until the action is done nobody changes the bytes in `view`. The next
-        request is on its way meanwhile. A request that was over before it could be waited for lands on the thread that
-        submits, which has the lock and may be the one that computes: not there.
+        Checksums are compared here, and made here but for what an update wrote (`_update_next`: its tile is in the
+        cache then, and comes from there several times as fast). Until the action is done nobody changes the bytes in
+        `view`. The next request is on its way meanwhile. A request that was over before it could be waited for lands on
+        the thread that submits, which has the lock and may be the one that computes: not there.
         """
         error = future.exception()
         if error is None and threading.get_ident() == self._issuing:
@@ -358,18 +361,19 @@ class Pipeline:
                 return
             del self._io_left[pass_.number, index]
             (x,) = action.operands
+            self._sums.pop((x.block, x.lo), None)
             self.trace.add(action.verb, action.name, left[1], x.nbytes, at=pass_.at(index))
             self._done(pass_, index)
             self._issue()
 
     def _summed(self, action: Action, begin: int, view: memoryview) -> BaseException | None:
         """Tells the store of the bytes that have moved; what is wrong with them, if anything is."""
-        block = action.operands[0].block
+        (x,) = action.operands
         try:
             if action.verb is Verb.WRITE:
-                self.store.wrote(block, begin, begin + view.nbytes, view)
+                self.store.wrote(x.block, begin, begin + view.nbytes, view, self._sums.get((x.block, x.lo)))
             else:
-                self.store.compare(block, begin, view)
+                self.store.compare(x.block, begin, view)
         except BaseException as error:  # raised in a callback it would be lost, and everybody would wait for ever
             return error
         return None
@@ -385,6 +389,9 @@ class Pipeline:
         self._changed.release()
         try:
             self._update(action, self._views(action), pass_.context)
+            for x in pass_.written_next(index):
+                view = self.arena.view(x.address, x.address + x.nbytes)
+                self._sums[x.block, x.lo] = self.store.sums(x.block, x.lo, view)
             self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=pass_.at(index))
         except BaseException as error:
             self.fail(error)

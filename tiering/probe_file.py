@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import date
-from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,7 +25,6 @@ from typing import Literal
 import torch
 
 from tiering.arena import Arena
-from tiering.checksums import GRAIN_BYTES, checksum
 from tiering.engine import Extent, IOEngine
 from tiering.errors import DiskFullError, PlaceError
 from tiering.hardware import READ_SHARE, Rate
@@ -46,10 +44,7 @@ assert MIXES["mixed"].count("R") == READ_SHARE * len(MIXES["mixed"]), "the mix o
 
 
 class ProbeFile:
-    """A file whose blocks have all been written, with buffers to move to and from it. Made by `probe_file`.
-
-    summed: what is written gets its checksums on the engine's threads, as in a run; False unless somebody sets it.
-    """
+    """A file whose blocks have all been written, with buffers to move to and from it. Made by `probe_file`."""
 
     def __init__(
         self, engine: IOEngine, path: Path, nbytes: int, views: Sequence[memoryview], *, cached: str, link: float
@@ -57,7 +52,6 @@ class ProbeFile:
         self.path = path
         self.nbytes = nbytes
         self.written_bytes = 0
-        self.summed = False
         self._engine = engine
         self._views = views
         self._cached = cached
@@ -123,12 +117,6 @@ class ProbeFile:
         running: dict[Future[int], memoryview] = {}
         moved, wanted = 0, True
 
-        def landed(written: memoryview | None, future: Future[int]) -> None:
-            if written is not None:
-                for lo in range(0, len(written), GRAIN_BYTES):
-                    checksum(written[lo : lo + GRAIN_BYTES])
-            done.put(future)
-
         def finish_one() -> None:
             nonlocal moved, wanted
             future = done.get()  # waits for whichever request completes first
@@ -145,7 +133,7 @@ class ProbeFile:
                 view = free.popleft()
                 future = self._submit(verb, request_bytes, view)
                 running[future] = view
-                future.add_done_callback(partial(landed, view[:request_bytes] if verb == "W" and self.summed else None))
+                future.add_done_callback(done.put)
             while running:
                 finish_one()
         finally:

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from tiering.checksums import Bytes, Checksums, Mismatch, check_files, mismatch
+from tiering.checksums import Bytes, Checksums, Mismatch, Sums, check_files, mismatch
 from tiering.chunk_files import NO_ROOM, ChunkFiles
 from tiering.drives import LOCK_NAME, find_drives, has_state, state_root, take_over
 from tiering.engine import Extent
@@ -254,15 +254,21 @@ class BlockStore:
             slot = "scratch" if found.scratch else OTHER[self._slots[block]]
             return self._files.extents(found, slot, lo, hi)
 
-    def wrote(self, block: str, lo: int, hi: int, data: Bytes | None = None) -> None:
+    def sums(self, block: str, lo: int, data: Bytes) -> Sums | None:
+        """Checksums of bytes that will be written from `lo` on, for `wrote`; None where there are none to be kept."""
+        found = self._checked(block, lo, lo + len(data))
+        return self._checksums.make(found, lo, data) if self._checksums and not found.scratch else None
+
+    def wrote(self, block: str, lo: int, hi: int, data: Bytes | None = None, sums: Sums | None = None) -> None:
         """A write to `write_extents(block, lo, hi)` has completed: these bytes are the current ones from now on.
 
-        data: those bytes, for their checksums, which are made here; without it the commit reads them back.
+        data: those bytes, for their checksums, which are made here; without it the commit reads them back. sums: of
+        more bytes around them, made before.
         """
         found = self._checked(block, lo, hi)
         if not found.scratch and lo < hi:
             if self._checksums:
-                self._refuse(found, self._checksums.wrote(found, lo, hi, data, self._committed_bytes(found)))
+                self._refuse(found, self._checksums.wrote(found, lo, hi, data, self._committed_bytes(found), sums))
             with self._mutex:
                 self._written[block].add(lo, hi)
 

@@ -27,6 +27,7 @@ from benchmarks.child import Ended, run_child
 from benchmarks.machine import Rates, drive_rates, machine_lines
 from benchmarks.plan_accuracy import MEMORY_MISS
 from benchmarks.presets import STATE_BYTES, llama, parameters, run_mapping
+from benchmarks.result_page import Markdown, ResultPage, check_page, markdown_table
 from benchmarks.rivals.job import BATCHES_FILE, JOB_FILE, WEIGHTS_FILE, Job
 from benchmarks.rivals.zero3 import BUILD, ENVIRONMENT
 from megatrain.catalog.estimate import estimate
@@ -84,7 +85,7 @@ def main(
     host_memory: Annotated[str, typer.Option("--host-memory", help="Our arena; what the limit leaves.")] = "",
     deepspeed_python: Annotated[Path | None, typer.Option("--deepspeed-python", help="Python that has it.")] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that a way may take.")] = 3600.0,
-    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table there.")] = None,
+    markdown: Markdown = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -97,6 +98,7 @@ def main(
         ways = [way for way in WAYS if not only or any(text in way for text in only)]
         if not ways:
             raise UserError(f"--only {' '.join(only or ())}: no such way. Fix: a part of one of {', '.join(WAYS)}")
+        check_page(markdown)
         check_place(path)
         arena = size_option("--host-memory", host_memory) if host_memory else None
         with stdout_kept(as_json):
@@ -324,12 +326,10 @@ class Report:
         return table
 
     def markdown(self) -> str:
-        lines = [f"# {self.title}", "", f"`{' '.join(['python -m benchmarks.rivals', *sys.argv[1:]])}`", ""]
-        lines += [f"- {line}" for line in machine_lines(self.path)]
-        lines += [f"- drive before: {self.before}", f"- drive after: {self.after}", ""]
-        lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(cells) + " |" for cells in self.cells()]
-        return "\n".join(lines) + "\n"
+        page = ResultPage(
+            title=self.title, module="benchmarks.rivals", path=self.path, before=self.before, after=self.after
+        )
+        return page.text(markdown_table(COLUMNS, self.cells()))
 
 
 COLUMNS = (
