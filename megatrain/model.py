@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from megatrain.call_order import call_order, own_parameters
 from megatrain.errors import UserError
+from megatrain.exactness import compute_repeatably
 from megatrain.programs import KINDS, UnitSize
 from tiering.manifest import TensorSpec
 from tiering.workload import pages
@@ -167,7 +168,10 @@ def _refuse_endless(content: Mapping[str, Any]) -> None:
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
-    """The model with its parameters on the meta device and its buffers computed by its own constructors."""
+    """The model with its parameters on the meta device and its buffers computed by its own constructors. Its process
+    computes repeatably from here on.
+    """
+    compute_repeatably()
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -6,16 +6,12 @@ Not here: each of them (`model.py`, `checkpoint.py`), the plan (`prepare.py`).
 
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import ModelConfig
-from megatrain.exactness import compute_repeatably
 from megatrain.model import Units, build, find_units, model_config
 from megatrain.model_folder import read_config
 
 
 def build_units(model: ModelConfig) -> Units:
-    """Units without weights; buffers as the model's own constructors compute them. The process computes repeatably from
-    here on.
-    """
-    compute_repeatably()
+    """Units without weights; buffers as the model's own constructors compute them."""
     return find_units(build(model_config(model.json_config())), model.freeze)
 
 

@@ -112,7 +112,9 @@ def test_a_commit_costs_what_has_to_move(run_file: RunFile) -> None:
 
 
 @pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
+@pytest.mark.parametrize(
+    "clip", [pytest.param(None, id="fused", marks=pytest.mark.slow), pytest.param(0.5, id="clipped")]
+)
 def test_how_often_a_run_commits_changes_no_bit(run_file: RunFile, tmp_path: Path, clip: float | None) -> None:
     """P1, P3: `auto` (which no two machines decide alike), every step, never: and going on from any of them."""
     states, losses = {}, {}

@@ -302,6 +302,7 @@ def test_the_drive_and_computing_are_measured(rig: Rig) -> None:
     assert min(found["matmul_flop_per_s"], found["adamw_cpu_per_s"], found["host_copy_per_s"]) > 0, found
 
 
+@pytest.mark.slow
 def test_overlap_has_its_parts_and_the_bytes_come_out_right(rig: Rig) -> None:
     """P4: which of both is nearer, no stand-in can tell; that every byte was computed on, it can."""
     found = overlap.overlap(rig)
@@ -351,6 +352,7 @@ def test_the_peak_of_memory_is_held_against_the_plan(rig: Rig, pretend: None, mo
         assert found["ok"] is ok, found
 
 
+@pytest.mark.slow
 def test_models_larger_than_what_they_are_given_train_to_the_same_bits(
     rig: Rig, pretend: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +371,14 @@ def test_models_larger_than_what_they_are_given_train_to_the_same_bits(
     assert wrong["ok"] is False and wrong["device"]["differing"] == ["losses (0,) and (1,)"], wrong
 
 
-@pytest.mark.parametrize("name", ["io_bound", "pcie_bound", "compute_bound"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("io_bound", marks=pytest.mark.slow),
+        "pcie_bound",
+        pytest.param("compute_bound", marks=pytest.mark.slow),
+    ],
+)
 def test_a_fraction_of_the_limit_has_its_parts(rig: Rig, pretend: None, name: str) -> None:
     """P4, P5: the limit is the longest of what each part takes alone; the plan and plain PyTorch stand beside it."""
     found = getattr(fraction, name)(replace(rig, until_s=time.monotonic() + 4))

@@ -123,7 +123,9 @@ def test_late_and_overtaking_transfers_change_no_bit(
         assert state(prepared, root) == expected[1]
 
 
-@pytest.mark.parametrize("serial", [False, True], ids=["overlapped", "serial"])
+@pytest.mark.parametrize(
+    "serial", [pytest.param(False, id="overlapped"), pytest.param(True, id="serial", marks=pytest.mark.slow)]
+)
 def test_after_an_io_error_nothing_is_issued_and_nothing_committed(
     small: Callable[..., Prepared], tmp_path: Path, serial: bool
 ) -> None:

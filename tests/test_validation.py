@@ -76,9 +76,9 @@ def plain_loss(run_dir: Path) -> float:
     [
         ("llama", {}),
         ("llama-tied", {"train__max_grad_norm": 0.5}),
-        ("llama", {"tiers__late_updates": 0.5}),
+        pytest.param("llama", {"tiers__late_updates": 0.5}, marks=pytest.mark.slow),
         ("llama", {"tiers__serial": True, "tiers__resident": 0.5}),
-        ("mixtral", {"train__loss_chunk": 7}),
+        pytest.param("mixtral", {"train__loss_chunk": 7}, marks=pytest.mark.slow),
         ("gpt2-dropout", {"train__micro_batch": 4}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) or "fused",
