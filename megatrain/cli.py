@@ -91,7 +91,7 @@ def plan(run_file: RunFile, overrides: Overrides = None, as_json: AsJson = False
         with stdout_kept(as_json):
             from megatrain.report import plan_report
 
-            report = plan_report(run)
+            report = plan_report(run, lambda line: print(line, file=sys.stderr))
         if as_json:
             print_json(report.as_json())
         else:

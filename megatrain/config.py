@@ -147,13 +147,14 @@ class DataConfig(_Section):
 class TrainConfig(_Section):
     """How long and in what portions; `batch` and `micro_batch` count sequences, `loss_chunk` counts tokens,
     `commit_every` steps (None: as the run finds it cheap) and `eval_every` steps too (0: after the last one alone).
-    `keep` is a number of commits, `keep_every` steps.
+    `keep` is a number of commits, `keep_every` steps. compile: layers run as `torch.compile` makes them.
     """
 
     steps: Annotated[Int, Field(ge=1, lt=2**63)]
     batch: Annotated[Int, Field(ge=1)]
     micro_batch: Annotated[Int, Field(ge=1, default_factory=lambda earlier: earlier["batch"])]
     loss_chunk: Annotated[Int, Field(ge=1)] | None = None
+    compile: bool = False
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = None
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     commit_every: AutoSteps = None
@@ -301,7 +302,7 @@ class RunConfig(_Section):
         model: dict[str, Any] = {"config": self.model.json_config(), "from_scratch": self.model.path is None}
         optimizer = self.optimizer.model_dump(mode="json", exclude=_LATER_KEYS)
         # What is not set is no item: stores that were made before there was such a key go on.
-        train |= self.train.model_dump(mode="json", include={"loss_chunk"}, exclude_defaults=True)
+        train |= self.train.model_dump(mode="json", include={"loss_chunk", "compile"}, exclude_defaults=True)
         model |= self.model.model_dump(mode="json", include={"freeze"}, exclude_defaults=True)
         optimizer |= self.optimizer.model_dump(mode="json", include=_LATER_KEYS, exclude_defaults=True)
         return {

@@ -10,7 +10,7 @@ module that owns parameters is a unit of its own, and all that stands outside th
 
 import fnmatch
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -72,6 +72,7 @@ class Unit:
     slices: the parameters it owns, in the model's own order. bindings: all parameters it computes with.
     completes: units whose gradient is whole after this one's backward. The head has no `module`: the model's own code
     runs it. frozen: it owns frozen parameters, for the unit whose name its own begins with, and computes nothing.
+    compiled: what runs in place of the module's own forward, where it is compiled.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Unit:
     bindings: tuple[Binding, ...]
     completes: tuple[str, ...] = ()
     frozen: bool = False
+    compiled: Callable[..., Any] | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

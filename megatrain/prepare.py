@@ -6,9 +6,10 @@ Not here: the device (`accelerator.py`) and what a plan may take of it (`device_
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import mean
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -39,6 +40,9 @@ from tiering.plan import Line, Plan, make_plan
 from tiering.posix import PosixEngine
 from tiering.workload import Workload
 
+if TYPE_CHECKING:
+    from megatrain.compiled import Compiler
+
 _CPU = torch.device("cpu")
 MEASURE_MOST_S = 2.0
 """Units that would take longer than this to run once are reckoned from their flops instead."""
@@ -52,6 +56,7 @@ class Prepared:
     """A run that fits. drives: that of each folder of `tiers.nvme`; hardware has all of them together. cpu: FLOP/s of
     the host, whatever computes the run. compute_lines: memory of the host beside the arena, bytes; baseline: this
     process before it starts. accelerator, room: the device that computes and its memory; None: the CPU, in HOST.
+    compiler: with `train.compile`.
     """
 
     run: RunConfig
@@ -69,6 +74,7 @@ class Prepared:
     baseline_bytes: int
     accelerator: Accelerator | None = None
     room: DeviceRoom | None = None
+    compiler: "Compiler | None" = None
 
     @property
     def compute_bytes(self) -> int:
@@ -83,8 +89,11 @@ class Prepared:
         return _CPU if self.accelerator is None else self.accelerator.device
 
 
-def prepare(run: RunConfig) -> Prepared:
-    """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written."""
+def prepare(run: RunConfig, tell: Callable[[str], None] = lambda line: None) -> Prepared:
+    """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written.
+
+    tell: shown what takes long, now and in the run.
+    """
     refuse_early(run)
     accelerator = find_accelerator(run)
     device = _CPU if accelerator is None else accelerator.device
@@ -103,9 +112,15 @@ def prepare(run: RunConfig) -> Prepared:
     room = None if accelerator is None else room_beside(run, accelerator, lines, buffer_bytes)
     if room is None:
         _refuse_compute(run, (*lines, *own))
+    compiler = _compiler(run, device, tell)
+    if compiler is not None:
+        units = compiler.units(units)
     hardware, drives, cpu = _measured(run, units, budget, accelerator, room)
+    there = budget if room is None else room.budget_bytes
+    if compiler is not None:  # by itself: neither its seconds nor its memory are those of a step
+        _timed(run, units, costs, hardware, there, device)
     heap = Heap(RESERVED * sum(line.nbytes for line in lines)) if on_host else None
-    times = _timed(run, units, costs, hardware, budget if room is None else room.budget_bytes, device)
+    times = _timed(run, units, costs, hardware, there, device)
     if run.tiers.hardware is None:
         hardware = replace(hardware, io_steals=_stolen(run, units, hardware, budget, times if on_host else {}))
     if times and heap is not None:
@@ -128,7 +143,20 @@ def prepare(run: RunConfig) -> Prepared:
         baseline_bytes=psutil.Process().memory_info().rss,
         accelerator=accelerator,
         room=room,
+        compiler=compiler,
     )
+
+
+def _compiler(run: RunConfig, device: torch.device, tell: Callable[[str], None]) -> "Compiler | None":
+    """Raises UserError where `train.compile` is asked for and nothing can be compiled."""
+    if not run.train.compile:
+        return None
+    # Only here: inductor takes seconds and memory that a run without it has no use for.
+    from megatrain.compiled import Compiler
+    from megatrain.compiler_trial import refuse_uncompilable
+
+    refuse_uncompilable(device)
+    return Compiler(tell)
 
 
 def _planned(run: RunConfig, sizes: list[UnitSize], hardware: Hardware, budget: int, room: DeviceRoom | None) -> Plan:

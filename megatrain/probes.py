@@ -1,7 +1,8 @@
 """Trials that may crash, each in a process of its own: locking memory, a transfer with kvikio.
 
 Scope: `run_probe`, and what the child does (`python -m megatrain.probes`): it prints one JSON object.
-Not here: what follows from a trial (`doctor.py`), the transfer itself (`tiering/gds.py`).
+Not here: what follows from a trial (`doctor.py`), the transfer itself (`tiering/gds.py`), locking by the CUDA driver
+(`tiering/pin_probe.py`).
 """
 
 import ctypes
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tiering.pin_probe import attempt
 
 PROBE_S = 60.0
 """Seconds after which a trial counts as failed."""
@@ -68,15 +71,9 @@ def lock_with_mlock(nbytes: int) -> Outcome:
 
 
 def register_with_cuda(nbytes: int) -> Outcome:
-    """Register a fresh mapping with the CUDA driver; it goes with the process."""
-    import torch
-
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    torch.cuda.init()
-    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
-    if code:
-        return Outcome(ok=False, why=f"cudaHostRegister of {nbytes} bytes: CUDA error {code}")
-    return Outcome(ok=True, why=f"cudaHostRegister of {nbytes} bytes")
+    """Lock a fresh mapping as a run does, by the CUDA driver."""
+    what, why = f"cudaHostRegister of {nbytes} bytes", attempt(nbytes)
+    return Outcome(ok=why is None, why=what if why is None else f"{what}: {why}")
 
 
 def transfer_with_kvikio(path: Path) -> Outcome:

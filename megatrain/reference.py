@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import get_scheduler
 
 _CPU = torch.device("cpu")
@@ -44,6 +46,8 @@ def train_plain(
     no_decay: Sequence[str] = (),
     schedule: Mapping[str, Any] | None = None,
     device: torch.device = _CPU,
+    compiled: Sequence[str] = (),
+    compile_settings: Mapping[str, Any] | None = None,
 ) -> Reference:
     """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
     Everything comes back on the CPU, wherever it was computed.
@@ -51,9 +55,14 @@ def train_plain(
     optimizer: arguments of `torch.optim.AdamW`. A parameter that no token reached has gradient zero, not none.
     loss_chunk: tokens of a micro-batch whose loss is computed at a time; None: all, by the model itself. no_decay:
     patterns of the names of parameters without weight decay. schedule: arguments of `transformers.get_scheduler`; None:
-    the learning rate stays as it is. device: where the model is trained.
+    the learning rate stays as it is. device: where the model is trained. compiled: names of layers, each a
+    graph of `torch.compile` with `compile_settings`, that backward computes again (`torch.utils.checkpoint`).
     """
     model.to(device)
+    graph = torch.compile(_layer, **(compile_settings or {})) if compiled else _layer
+    for name in compiled:
+        layer = model.get_submodule(name)
+        layer.forward = _Checkpointed(graph, layer)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     masters = _masters(named)
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in no_decay)]
@@ -104,6 +113,36 @@ def train_plain(
         exp_avg={name: state["exp_avg"] for name, state in moments.items()},
         exp_avg_sq={name: state["exp_avg_sq"] for name, state in moments.items()},
     )
+
+
+def _layer(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+class _Checkpointed:
+    """A layer's forward as one compiled graph: without gradients first, and again with them in backward.
+
+    What torch cannot make one graph of runs as it is, as in a tiered run.
+    """
+
+    def __init__(self, graph: Callable[..., Any], layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self._runs = dict.fromkeys((False, True), graph)
+
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(hidden, *args, **kwargs)
+        if not hidden.requires_grad:  # below it everything is frozen; the checkpoint would not be reached in backward
+            hidden = hidden.detach().requires_grad_()
+        return checkpoint(partial(self._run, **kwargs), hidden, *args, use_reentrant=True)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with_grad = torch.is_grad_enabled()
+        try:
+            return self._runs[with_grad](self._layer, *args, **kwargs)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError):
+            self._runs[with_grad] = _layer
+            return _layer(self._layer, *args, **kwargs)
 
 
 def _masters(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

@@ -5,7 +5,7 @@ line that names the device.
 Not here: making the plan (`prepare.py`), the figures (`tierplan/forecast.py`), their tables (`tierplan/tables.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -147,6 +147,6 @@ def moved_line(prepared: Prepared, store: BlockStore) -> str:
     return f"step {store.step} was computed {where}; from here on {prepared.device.type} computes, and rounds otherwise"
 
 
-def plan_report(run: RunConfig) -> PlanReport:
-    """Raises UserError or BudgetError for a run that cannot work; trains and writes nothing."""
-    return PlanReport(prepared=prepare(run))
+def plan_report(run: RunConfig, tell: Callable[[str], None] = lambda line: None) -> PlanReport:
+    """Raises UserError or BudgetError for a run that cannot work; trains and writes nothing. tell: what takes long."""
+    return PlanReport(prepared=prepare(run, tell))

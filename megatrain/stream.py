@@ -54,7 +54,8 @@ class StreamedModel:
         device: torch.device = _CPU,
         computed: Callable[[], None] = lambda: None,
     ) -> None:
-        """pause: called between the operators of a unit, where the thread that computes may do something else.
+        """pause: called between the operators of a unit, where the thread that computes may do something else. A hook
+        inside a unit would cut its graph in two: a compiled one calls only where a weight's gradient is handed on.
         device: where lent blocks and the model's buffers are. computed: called once everything of a step has been
         issued there; returns when it has been computed, so that its losses can be read at once.
         """
@@ -75,8 +76,9 @@ class StreamedModel:
         self._output: type[ModelOutput] = ModelOutput
         for unit in units:
             if unit.module is not None:
-                unit.module.forward = self._replacement(unit, unit.module.forward)
-        owners = [m for unit in units if unit.module is not None for m in unit.module.modules() if m._parameters]
+                unit.module.forward = self._replacement(unit, unit.compiled or unit.module.forward)
+        open_units = [unit.module for unit in units if unit.module is not None and unit.compiled is None]
+        owners = [m for module in open_units for m in module.modules() if m._parameters]
         self._hooks = [module.register_forward_pre_hook(lambda *call: pause()) for module in owners]
 
     def close(self) -> None:

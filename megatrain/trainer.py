@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,13 @@ SAMPLE_MOST_S = 15.0
 def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest | None = None) -> int:
     """Train as `run` says; returns the exit code. Raises UserError or a TieringError."""
     _refuse_state(run, resume)
-    prepared = prepare(run)
+    prepared = prepare(run, partial(console.print, markup=False, highlight=False, soft_wrap=True))
     report = PlanReport(prepared=prepared)
     report.render(console)
     if not resume:
         check_rooms(room(prepared))
     console.print(device_line(prepared), highlight=False, soft_wrap=True)
+    _say_compiled(prepared, console)
     for folders in by_drive(run.tiers.nvme):
         if len(folders) > 1:
             names = " and ".join(map(str, folders))
@@ -91,9 +93,15 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
             code = _Loop(prepared, batches, validation, manager, engine, console, trace).run(done)
         finally:
             engine.close()
+    _say_compiled(prepared, console)
     if code == 0:
         _goodbye(prepared, batches, console)
     return code
+
+
+def _say_compiled(prepared: Prepared, console: Console) -> None:
+    if prepared.compiler is not None:
+        console.print(prepared.compiler.line(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _goodbye(prepared: Prepared, batches: StepBatches, console: Console) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def verify(run: RunConfig, steps: int, console: Console) -> dict[str, Any]:
 
     Works in temporary folders beside those of `tiers.nvme`, on the same drives; the run's own state is not touched.
     """
-    prepared = prepare(run)
+    prepared = prepare(run, partial(console.print, markup=False, highlight=False, soft_wrap=True))
     folders: list[Path] = []
     try:
         for path in run.tiers.nvme:
@@ -72,8 +73,19 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
         no_decay=optimizer.no_decay,
         schedule=_scheduler(optimizer),
         device=prepared.device,
+        **_compiled_as(prepared.units, run),
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
+
+
+def _compiled_as(units: Units, run: RunConfig) -> dict[str, Any]:
+    """The plain loop's layers are compiled where the tiered run's are, with the same settings."""
+    if not run.train.compile:
+        return {}
+    from megatrain.compiled import layer_names, settings
+
+    names = layer_names(units)
+    return {"compiled": names, "compile_settings": settings(len(names))}
 
 
 def _scheduler(optimizer: OptimizerConfig) -> dict[str, Any]:

@@ -373,6 +373,7 @@ def test_numerics_change_with_the_numbers_only(run_file: Any, tmp_path: Path) ->
         {"train.micro_batch": 1},
         {"train.seed": 1},
         {"train.max_grad_norm": 1.0},
+        {"train.compile": True},
         {"optimizer.lr": 1e-3},
         {"optimizer.betas": [0.9, 0.95]},
         {"optimizer.eps": 1e-6},
@@ -419,7 +420,8 @@ def test_known_keys_are_the_documented_ones() -> None:
         "model": "config path freeze resize_vocabulary pad_to_multiple_of",
         "data": "kind paths datasets split dtype tokenizer chat_template train_on seq_len packing validation "
         "validation_max",
-        "train": "steps batch micro_batch loss_chunk max_grad_norm seed commit_every eval_every keep keep_every",
+        "train": "steps batch micro_batch loss_chunk compile max_grad_norm seed commit_every eval_every keep "
+        "keep_every",
         "optimizer": "lr betas eps weight_decay no_decay schedule warmup_steps schedule_steps min_lr",
         "device": "",
         "tiers": "host_memory device_memory nvme engine resident late_updates serial hardware",

@@ -1,6 +1,7 @@
 """A trial in a process of its own: does the CUDA driver lock so many bytes?
 
-Scope: `refusal`, and what the child does (`python -m tiering.pin_probe NBYTES`): it prints one line.
+Scope: `refusal`, and what the child does (`python -m tiering.pin_probe NBYTES`): it prints one line. `attempt` is for
+children alone.
 Not here: when a trial is needed (`pinning.py`), locking for good (`arena.py`).
 
 A child, because a driver that is asked for too much may take the process, or the whole machine, down with it.
@@ -36,15 +37,18 @@ def refusal(nbytes: int, *, program: Sequence[str] = (), timeout_s: float = PROB
     return f"a trial with {nbytes} bytes {how}"
 
 
-def main(nbytes: int) -> None:
-    """Lock a fresh mapping; it goes with the process."""
-    from tiering.arena import Arena  # imports torch: only the child needs it
+def attempt(nbytes: int) -> str | None:
+    """Lock a fresh mapping, in this process, and let it go; returns what the driver said if it refuses."""
+    from tiering.arena import Arena  # imports torch: only a child needs it
 
+    with Arena(nbytes) as arena:
+        return arena.pin()
+
+
+def main(nbytes: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_DIE)
-    with Arena(nbytes) as arena:
-        why = arena.pin()
-        print(why or LOCKED)
+    print(attempt(nbytes) or LOCKED)
 
 
 if __name__ == "__main__":
