@@ -26,8 +26,9 @@ from tiering.measure_device import DeviceRates, quick_device_rates
 class Accelerator:
     """A device beside the host. memory_bytes: in all; free_bytes: before the run takes any, its own context taken.
 
-    lanes: opens it for a run. rates: what it does a second, by hidden size and tokens of a product, and the bytes that
-    measuring may take of it. count: how many of its kind the machine has; one is used.
+    lanes: opens it for a run. rates: what it does a second, by hidden size and tokens of a product, the bytes that
+    measuring may take of it, and whether gradients are clipped. count: how many of its kind the machine has; one is
+    used.
     """
 
     device: torch.device
@@ -35,7 +36,7 @@ class Accelerator:
     memory_bytes: int
     free_bytes: int
     lanes: Callable[[], Lanes]
-    rates: Callable[[int, int, int], DeviceRates]
+    rates: Callable[[int, int, int, bool], DeviceRates]
     count: int = 1
 
 

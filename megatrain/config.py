@@ -147,7 +147,8 @@ class DataConfig(_Section):
 class TrainConfig(_Section):
     """How long and in what portions; `batch` and `micro_batch` count sequences, `loss_chunk` counts tokens,
     `commit_every` steps (None: as the run finds it cheap) and `eval_every` steps too (0: after the last one alone).
-    `keep` is a number of commits, `keep_every` steps. compile: layers run as `torch.compile` makes them.
+    `keep` is a number of commits, `keep_every` steps. compile: layers run as `torch.compile` makes them. `update_on`:
+    where AdamW runs beside a GPU.
     """
 
     steps: Annotated[Int, Field(ge=1, lt=2**63)]
@@ -161,6 +162,7 @@ class TrainConfig(_Section):
     eval_every: Annotated[Int, Field(ge=0)] = 0
     keep: Annotated[Int, Field(ge=0)] = 0
     keep_every: Annotated[Int, Field(ge=1)] | None = None
+    update_on: Literal["auto", "host", "device"] = "auto"
 
     @model_validator(mode="after")
     def _keep_says_when(self) -> "TrainConfig":

@@ -15,6 +15,7 @@ from megatrain.model import Slice, Units
 from megatrain.optim import GradientNorm, NonFiniteError, Update, clip_scale
 from megatrain.schedules import lr_at
 from megatrain.stream import StreamedModel
+from tiering.device import updates_there
 from tiering.manager import Manager
 
 MAX_SKIPPED = 10
@@ -49,7 +50,8 @@ class StepEngine:
         self.model = StreamedModel(
             units, manager.op, self._gradient_ready, manager.catch_up, device=device, computed=manager.computed
         )
-        self._norm = GradientNorm(units, device)
+        self._there = updates_there(manager.plan.workload)
+        self._norm = GradientNorm(units, device, flags=self._there)
         owners = frozenset(unit.name for unit in units if unit.nbytes)
         self._late = frozenset(block.unit for block in manager.plan.workload.of_life("carried"))
         self._at_once = owners - self._late
@@ -71,7 +73,9 @@ class StepEngine:
         updates = self._pending_updates()
         if not self.clips:
             self.updates += 1
-            updates |= dict.fromkeys(self._at_once, Update(step=self.updates, scale=None, refuse=self._refuse_until))
+            flag = self._norm.flag if self._there else None
+            update = Update(step=self.updates, scale=None, refuse=self._refuse_until, flag=flag)
+            updates |= dict.fromkeys(self._at_once, update)
         self._norm.begin()
         self.manager.begin(program, last=last, context=updates)
         losses = self.model.step(inputs, self.run.train.micro_batch, self.run.train.loss_chunk)
@@ -102,7 +106,8 @@ class StepEngine:
     def _finish(self, loss: float) -> StepResult:
         """Everything has been computed: what is left of the norms comes to the host in one piece."""
         norm, most = self._norm.total(), self.run.train.max_grad_norm
-        total, scale = torch.stack((norm, norm if most is None else clip_scale(norm, most))).cpu()
+        factor = norm if most is None else clip_scale(norm, most)
+        total, scale = torch.stack((norm, factor)).cpu()
         self._pending = None
         if not self.clips:
             self._refuse(self._norm.first_added_bad())
@@ -116,7 +121,7 @@ class StepEngine:
             return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=False, skipped=self._skip(bad))
         self._skipped_in_a_row = 0
         self.updates += 1
-        self._pending = Update(step=self.updates, scale=scale)
+        self._pending = Update(step=self.updates, scale=factor if self._there else scale)
         return StepResult(loss=loss, lr=lr, grad_norm=total.item(), clipped=bool(scale < 1))
 
     def _skip(self, bad: str | None) -> str:

@@ -37,8 +37,8 @@ def refuse_early(run: RunConfig) -> None:
         micro_batches = run.train.batch // run.train.micro_batch
         inputs = {name: micro_batches * cost.input_bytes for name, cost in costs.items()}
         sizes = [replace(size, activation_bytes=inputs.get(size.name, 0)) for size in sizes]
-        # Whether `auto` has a device only torch can tell; one asks for no less of HOST.
-        refuse_budget(run, sizes, has_device=run.device == "cuda")
+        has_device = None if run.device == "auto" else run.device == "cuda"  # only torch can tell
+        refuse_budget(run, sizes, has_device=has_device)
     else:
         host_budget(run)
 
@@ -60,15 +60,26 @@ def drives_of(run: RunConfig, file: HardwareFile) -> list[DriveEntry]:
     return found
 
 
-def refuse_budget(run: RunConfig, sizes: list[UnitSize], *, has_device: bool) -> None:
+def refuse_budget(run: RunConfig, sizes: list[UnitSize], *, has_device: bool | None) -> None:
     """Raises BudgetError if units of these sizes cannot be trained within the run's budget of host memory.
 
-    has_device: ops compute on a device with memory of its own.
+    has_device: ops compute on a device with memory of its own; None: that is not known yet.
     """
     workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
-    workload = on_device(workload) if has_device else workload
-    with in_settings():
-        refuse(workload, host_budget(run), resident_share(run))
+    # With updates on the host a device asks for no less of HOST than none, with updates of its own it may.
+    tried = [on_device(workload) if has_device else workload]
+    if has_device is not False and run.train.update_on != "host":
+        there = on_device(workload, update=True)
+        tried = [there] if run.train.update_on == "device" else [*tried, there]
+    first: BudgetError | None = None
+    for one in tried:
+        try:
+            with in_settings():
+                return refuse(one, host_budget(run), resident_share(run))
+        except BudgetError as error:
+            first = first or error
+    assert first is not None, "nothing was tried"
+    raise first
 
 
 @contextmanager

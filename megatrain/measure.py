@@ -139,6 +139,8 @@ def _device(device: torch.device, host: HostEntry, memory: int, step: Callable[[
     step("copies to and from the GPU")
     rates = device_copy_rates(device, min(COPY_BYTES, memory // 4))
     copies = {name: ByteRate.of(rate) for name, rate in rates.items()}
+    step("AdamW on the GPU")
+    update = ByteRate.of(update_rate(update_elements(memory), device=device))
     step("matrix products on the GPU")
     properties = torch.get_device_module(device).get_device_properties(device)
     shape = product_shape(DEVICE_WIDTH, DEVICE_TOKENS, properties.total_memory // 8)
@@ -146,6 +148,7 @@ def _device(device: torch.device, host: HostEntry, memory: int, step: Callable[[
         name=properties.name,
         memory_bytes=properties.total_memory,
         compute=FlopRate.of(compute_rate(*shape, device=device)),
+        update=update,
         **copies,
     )
 

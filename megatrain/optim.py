@@ -7,8 +7,10 @@ Not here: when a tile is updated (`programs.py`, `tiering`), the learning rate o
 Source of the equality: the fused CPU kernel works in units of 16 elements, so cutting a tensor at multiples of 16
 elements from its start leaves every element on the same code path; norms are taken of whole parameters.
 
-Updates run on the CPU, wherever gradients are computed. Norms are taken where the gradients are; the host sees them
-without waiting for the device, in a copy that arrives before the gradient itself does.
+Updates run on the CPU, wherever gradients are computed, or on the device, on whole units: the same kernel of that
+device. Norms are taken where the gradients are; the host sees them without waiting for the device, in a copy that
+arrives before the gradient itself does. An update on the device is issued before anybody there or here knows its
+gradient: it finds a flag beside it, and changes nothing where that is set.
 """
 
 import math
@@ -39,17 +41,21 @@ class NonFiniteError(TieringError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step needs besides gradients. step: counted from 1. scale: None, or the clip factor, on the
-    CPU. refuse: called with a unit's name before any of its tiles changes; raises where its gradient is no good.
+    """What one optimizer step needs besides gradients. step: counted from 1. scale: None, or the clip factor, where the
+    update runs. refuse: called with a unit's name before any of its tiles changes on HOST; raises where its gradient is
+    no good. flag: on the device instead, 1 (a number there) for a unit that must not change.
     """
 
     step: int
     scale: torch.Tensor | None
     refuse: Callable[[str], None] | None = None
+    flag: Callable[[str], torch.Tensor] | None = None
 
 
 class TiledAdamW:
-    """`torch.optim.AdamW(fused=True)` on tiles of units. Stateless: moments live in blocks, the step in `Update`."""
+    """`torch.optim.AdamW(fused=True)` on tiles of units, on a device on whole ones. Stateless: moments live in blocks,
+    the step in `Update`.
+    """
 
     def __init__(self, units: Units, config: OptimizerConfig) -> None:
         self.config = config
@@ -58,20 +64,25 @@ class TiledAdamW:
 
     def __call__(self, action: Action, views: Mapping[str, torch.Tensor], updates: Mapping[str, Update]) -> None:
         """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8).
+        On a device it waits for nothing, and takes memory for a few numbers.
 
         updates: by unit name, the step whose gradient its grad block holds.
         """
         x = action.operands[0]
         unit = x.block.rpartition("/")[0]
         update = updates[unit]
-        if update.refuse is not None:
-            update.refuse(unit)
+        flag = None
+        if not action.updates_there:
+            if update.refuse is not None:
+                update.refuse(unit)
+        elif update.flag is not None:
+            flag = update.flag(unit)
         slices = self._units[unit].slices
         for decays in (True, False):
             group = [place for place in slices if (place.name not in self._kept) == decays]
             parts = list(_parts(group, x.lo // 4, x.hi // 4))
             if parts:
-                self._update(unit, parts, views, update, self.config.weight_decay if decays else 0.0)
+                self._update(unit, parts, views, update, self.config.weight_decay if decays else 0.0, flag)
 
     def _update(
         self,
@@ -80,6 +91,7 @@ class TiledAdamW:
         views: Mapping[str, torch.Tensor],
         update: Update,
         weight_decay: float,
+        flag: torch.Tensor | None,
     ) -> None:
         weight, gradient, mean, square = (
             [views[block_name(unit, kind)].view(torch.float32)[lo:hi] for lo, hi in parts]
@@ -87,7 +99,9 @@ class TiledAdamW:
         )
         if update.scale is not None:
             torch._foreach_mul_(gradient, update.scale)
-        step = torch.tensor(float(update.step))
+        step = torch.full(
+            (), float(update.step), device=weight[0].device
+        )  # a copy of a number would wait for the device
         torch._fused_adamw_(
             weight,
             gradient,
@@ -102,6 +116,7 @@ class TiledAdamW:
             eps=self.config.eps,
             amsgrad=False,
             maximize=False,
+            found_inf=flag,
         )
 
 
@@ -135,20 +150,25 @@ class GradientNorm:
     of these gradients to the host does, which has to wait for the same.
     """
 
-    def __init__(self, units: Units, device: torch.device = _CPU) -> None:
-        """device: where the gradients are."""
+    def __init__(self, units: Units, device: torch.device = _CPU, *, flags: bool = False) -> None:
+        """device: where the gradients are. flags: `flag` is asked for."""
         self._order = [place for unit, place in units.slices() if not unit.frozen]
         self._unit = {place: unit.name for unit, place in units.slices()}
         self._norms: dict[Slice, torch.Tensor] = {}
         self._told = torch.empty(len(self._order), pin_memory=device.type != "cpu")
         self._last: dict[str, int] = {}  # of a unit: how many had been added with it
         self._sound = 0  # so many of the first ones are known to be finite
+        # Places that last: memory that is given back could be taken for other numbers while an update still reads it.
+        places = torch.zeros(len(set(self._unit.values())), device=device) if flags else ()
+        self._flags = dict(zip(dict.fromkeys(self._unit.values()), places, strict=False))
+        self._flagged: torch.Tensor | None = None  # the last one of this step
 
     def begin(self) -> None:
         """Forget the step before."""
         self._norms.clear()
         self._last.clear()
         self._sound = 0
+        self._flagged = None
 
     def add(self, gradients: Mapping[Slice, torch.Tensor]) -> None:
         """Note the norms of some parameters, each once a step."""
@@ -157,6 +177,14 @@ class GradientNorm:
         stacked = torch.stack([self._norms[place] for place in gradients])
         self._told[before : len(self._norms)].copy_(stacked, non_blocking=True)
         self._last.update((self._unit[place], len(self._norms)) for place in gradients)
+        for unit in {self._unit[place]: None for place in gradients} if self._flags else ():
+            bad = stacked.isfinite().all().logical_not().to(torch.float32)
+            before_it = bad if self._flagged is None else torch.maximum(self._flagged, bad)
+            self._flagged = self._flags[unit].copy_(before_it)
+
+    def flag(self, unit: str) -> torch.Tensor:
+        """Where the gradients are: 1 if a norm up to those of `unit` is not finite, else 0, once they are computed."""
+        return self._flags[unit]
 
     def bad_until(self, unit: str) -> str | None:
         """The first parameter, in the order of `add`, whose norm is not finite: up to those of `unit`, whose gradients

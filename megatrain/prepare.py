@@ -31,13 +31,16 @@ from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
 from megatrain.timing import REPEATS, UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
+from megatrain.update_place import kept_place, place_of_updates, refuse_place
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
+from tiering.device import updates_there
 from tiering.hardware import Drive, Hardware, Rate, assumed_hardware
 from tiering.hardware_file import load
 from tiering.lanes import Lanes
 from tiering.measure import busy_drive, io_steals, measure, measure_drives, shared, stolen
 from tiering.plan import Line, Plan, make_plan
 from tiering.posix import PosixEngine
+from tiering.store import JSON
 from tiering.workload import Workload
 
 if TYPE_CHECKING:
@@ -85,17 +88,29 @@ class Prepared:
         return None if self.accelerator is None else self.accelerator.lanes()
 
     @property
+    def updates_there(self) -> bool:
+        """True where the device updates too."""
+        return updates_there(self.plan.workload)
+
+    def place(self) -> dict[str, JSON]:
+        """What a commit says of where updates are made."""
+        return kept_place(on_device=self.room is not None, there=self.updates_there)
+
+    @property
     def device(self) -> torch.device:
         return _CPU if self.accelerator is None else self.accelerator.device
 
 
-def prepare(run: RunConfig, tell: Callable[[str], None] = lambda line: None) -> Prepared:
+def prepare(
+    run: RunConfig, tell: Callable[[str], None] = lambda line: None, *, before: Mapping[str, JSON] | None = None
+) -> Prepared:
     """Decide a training run. Raises UserError or BudgetError before any weight exists or any file is written.
 
-    tell: shown what takes long, now and in the run.
+    tell: shown what takes long, now and in the run. before: what the commit says that the run goes on from.
     """
     refuse_early(run)
     accelerator = find_accelerator(run)
+    refuse_place(run, has_device=accelerator is not None)
     device = _CPU if accelerator is None else accelerator.device
     units = build_units(run.model)
     budget = host_budget(run)
@@ -125,7 +140,13 @@ def prepare(run: RunConfig, tell: Callable[[str], None] = lambda line: None) -> 
         hardware = replace(hardware, io_steals=_stolen(run, units, hardware, budget, times if on_host else {}))
     if times and heap is not None:
         lines = seen(lines, heap.release())
-    plan = _planned(run, _costed(units, costs, times, micro_batches), hardware, budget, room)
+    limits = Limits(
+        host_bytes=budget,
+        resident=resident_share(run),
+        device_bytes=None if room is None else room.budget_bytes,
+        update_on=place_of_updates(run, hardware, before or {}),
+    )
+    plan = _planned(run, _costed(units, costs, times, micro_batches), hardware, limits, room)
     importlib.import_module("zarr")  # the store will: what it takes belongs to the baseline
     return Prepared(
         run=run,
@@ -159,14 +180,15 @@ def _compiler(run: RunConfig, device: torch.device, tell: Callable[[str], None])
     return Compiler(tell)
 
 
-def _planned(run: RunConfig, sizes: list[UnitSize], hardware: Hardware, budget: int, room: DeviceRoom | None) -> Plan:
+def _planned(
+    run: RunConfig, sizes: list[UnitSize], hardware: Hardware, limits: Limits, room: DeviceRoom | None
+) -> Plan:
     """Raises BudgetError in the words of the run file."""
-    device_bytes = None if room is None else room.budget_bytes
     with in_settings(), device_shortage(room):
         return plan_training(
             sizes,
             hardware,
-            Limits(host_bytes=budget, resident=resident_share(run), device_bytes=device_bytes),
+            limits,
             deferred=run.train.max_grad_norm is not None,
             late=None if run.tiers.late_updates == "auto" else run.tiers.late_updates,
             validates=run.data.validation is not None,
@@ -198,7 +220,7 @@ def _measured(
     first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget, clips=clips)
     hardware, drives = measure_drives(first, run.tiers.nvme, memory=budget)
     if accelerator is not None and room is not None:
-        hardware = accelerator.rates(width, tokens, room.budget_bytes).beside(hardware)
+        hardware = accelerator.rates(width, tokens, room.budget_bytes, clips).beside(hardware)
     return hardware, drives, first.compute
 
 

@@ -3,9 +3,10 @@
 Scope: N steps of AdamW with gradient accumulation and clipping, as anyone would write them; the loss over chunks.
 Not here: anything of this project's tiers; this file imports none of it.
 
-On a device the model is there, and so are its gradients, their norm and the clipping. AdamW is that of the CPU, on
-masters that are moved there and back: a tiered run updates on the CPU, and the fused kernels of the two round in
-different ways. Both loops need the settings under which a device gives the same bits twice (`exactness.py`).
+On a device the model is there, and so are its gradients, their norm and the clipping. AdamW is that of the device too,
+or that of the CPU, on masters that are moved there and back: as the tiered run has it, since the fused kernels of the
+two round in different ways. Both loops need the settings under which a device gives the same bits twice
+(`exactness.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ def train_plain(
     device: torch.device = _CPU,
     compiled: Sequence[str] = (),
     compile_settings: Mapping[str, Any] | None = None,
+    update_there: bool = False,
 ) -> Reference:
     """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
     Everything comes back on the CPU, wherever it was computed.
@@ -57,6 +59,7 @@ def train_plain(
     patterns of the names of parameters without weight decay. schedule: arguments of `transformers.get_scheduler`; None:
     the learning rate stays as it is. device: where the model is trained. compiled: names of layers, each a
     graph of `torch.compile` with `compile_settings`, that backward computes again (`torch.utils.checkpoint`).
+    update_there: by AdamW of the device.
     """
     model.to(device)
     graph = torch.compile(_layer, **(compile_settings or {})) if compiled else _layer
@@ -64,7 +67,7 @@ def train_plain(
         layer = model.get_submodule(name)
         layer.forward = _Checkpointed(graph, layer)
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    masters = _masters(named)
+    masters = dict(named) if update_there else _masters(named)
     kept = [name for name in named if any(fnmatchcase(name, pattern) for pattern in no_decay)]
     groups: list[dict[str, Any]] = [
         {"params": [master for name, master in masters.items() if name not in kept]},
@@ -110,8 +113,8 @@ def train_plain(
         grad_norms=grad_norms,
         lrs=lrs,
         model=model,
-        exp_avg={name: state["exp_avg"] for name, state in moments.items()},
-        exp_avg_sq={name: state["exp_avg_sq"] for name, state in moments.items()},
+        exp_avg={name: state["exp_avg"].cpu() for name, state in moments.items()},
+        exp_avg_sq={name: state["exp_avg_sq"].cpu() for name, state in moments.items()},
     )
 
 

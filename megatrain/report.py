@@ -25,6 +25,7 @@ from megatrain.sizes import format_size
 from megatrain.tierplan.forecast import Assumption, Forecast, Memory
 from megatrain.tierplan.question import assumed_rates
 from megatrain.tierplan.tables import render
+from megatrain.update_place import has_moved
 from tiering.plan import Line
 from tiering.store import BlockStore
 
@@ -132,17 +133,23 @@ def device_line(prepared: Prepared) -> str:
         note = why_none(run)
         return f"Device: cpu, {threads} ({run.device}{f'; {note}' if note else ''})"
     which = f", the first of {accelerator.count}" if accelerator.count > 1 else ""
+    updates = f"{accelerator.device.type}, AdamW of the device" if prepared.updates_there else f"cpu, {threads}"
     return (
         f"Device: {accelerator.device.type}, {accelerator.name}{which}, {format_size(room.given_bytes)} of "
-        f"{format_size(accelerator.memory_bytes)} ({run.device}); updates: cpu, {threads}"
+        f"{format_size(accelerator.memory_bytes)} ({run.device}); updates: {updates} ({run.train.update_on})"
     )
 
 
 def moved_line(prepared: Prepared, store: BlockStore) -> str:
     """For a state that goes on elsewhere: its bits are then those of two devices. Empty for any other."""
     before, now = drew_on_device(store.run), prepared.device.type != "cpu"
-    if not store.step or before == now:
+    if not store.step:
         return ""
+    if before == now:
+        if not has_moved(store.run, there=prepared.updates_there):
+            return ""
+        place = "device updates" if prepared.updates_there else "host updates"
+        return f"up to step {store.step} updates were made elsewhere; from here on the {place}, and rounds otherwise"
     where = "on a device" if before else "on the CPU"
     return f"step {store.step} was computed {where}; from here on {prepared.device.type} computes, and rounds otherwise"
 

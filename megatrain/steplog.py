@@ -35,7 +35,7 @@ KEYS = {
     "validation_loss": "mean over the supervised tokens of the held-out rows, after the step; null where none followed",
     "read_bytes": "from NVMe to RAM",
     "written_bytes": "from RAM to NVMe",
-    "update_bytes": "read or written by updates, in RAM",
+    "update_bytes": "read or written by updates, where they run",
     "io_s": "seconds with at least one transfer in flight",
     "read_s": "seconds with at least one read in flight",
     "write_s": "seconds with at least one write in flight",

@@ -64,7 +64,8 @@ SAMPLE_MOST_S = 15.0
 def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest | None = None) -> int:
     """Train as `run` says; returns the exit code. Raises UserError or a TieringError."""
     _refuse_state(run, resume)
-    prepared = prepare(run, partial(console.print, markup=False, highlight=False, soft_wrap=True))
+    before = read_manifest(root_first(run.tiers.nvme)[0]).run if resume else {}
+    prepared = prepare(run, partial(console.print, markup=False, highlight=False, soft_wrap=True), before=before)
     report = PlanReport(prepared=prepared)
     report.render(console)
     if not resume:
@@ -231,7 +232,8 @@ def open_state(
             _fill(manager, prepared, console)
             if prepared.heap is not None:
                 prepared.heap.release()  # one whole tensor of a checkpoint may be larger than what computing takes
-            manager.commit(0, {"step": 0, "updates": 0, "skipped": 0, **first_rng(run.train.seed, prepared.device)})
+            first = {"step": 0, "updates": 0, "skipped": 0, **prepared.place()}
+            manager.commit(0, {**first, **first_rng(run.train.seed, prepared.device)})
         if moved := moved_line(prepared, manager.store):
             console.print(f"[yellow]{moved}[/yellow]", soft_wrap=True)
         set_rng(manager.store.run, run.train.seed, prepared.device)
@@ -356,7 +358,7 @@ class _Loop:
         with failures_named(self.manager.store, f"commit of step {number}"):
             self.engine.settle()
             run: dict[str, JSON] = {"step": number, "updates": self.engine.updates, "skipped": self.skipped}
-            self.manager.commit(number, {**run, **rng_now(self.engine.model.device)})
+            self.manager.commit(number, {**run, **self.prepared.place(), **rng_now(self.engine.model.device)})
         took_s = time.perf_counter() - begin_s
         self.pace.committed(number, took_s)
         return took_s

@@ -1,6 +1,6 @@
-"""The plan of a training run: homes, knobs, and which units are updated late.
+"""The plan of a training run: homes, knobs, where updates run, and which units are updated late.
 
-Scope: the share of late updates, by simulating candidates.
+Scope: host or device for the updates, and the share of late ones, by simulating candidates.
 Not here: the ops (`programs.py`), everything else that a plan decides (`tiering/plan.py`), who asks (`prepare.py`,
 `tierplan/question.py`).
 
@@ -9,29 +9,42 @@ the computing. Where reading and writing take about as long as computing, backwa
 the processor. Updates that wait for the next forward even that out, for 4 bytes of RAM (or 8 of NVMe traffic) a
 parameter that is updated late. GreedySnake (arXiv 2512.17570) names the share alpha. Looking ahead evens out most of it
 by itself; what is left to win is a few percent, near the balance.
+
+On a device AdamW is as fast as its memory, but both moments cross the link and come back: 16 bytes a parameter there
+and 12 back without clipping, where updates on the host need 8 and 4. A slow host or a fast link speaks for the device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatrain.programs import UnitSize, late_units, training_workload
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
 from tiering.lower import Knobs
-from tiering.plan import Plan, make_plan
+from tiering.plan import Plan, ShortError, make_plan
 
 _SHARE = 1 / 8
 _WORTH = 0.985
 """A plan with late updates takes at most this part of the time: a commit has to apply them first."""
 
 
+_FASTER = 0.999
+"""Updates go to the device where a step takes at most this part of the time: a tie is the host's."""
+
+UpdateOn = Literal["auto", "host", "device"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a plan may use. resident: the share of durable bytes in HOST; device_bytes: None where the CPU computes."""
+    """What a plan may use. resident: the share of durable bytes in HOST; device_bytes: None where the CPU computes.
+    update_on: where updates run; auto: where a step is faster.
+    """
 
     host_bytes: int
     resident: float | None = None
     device_bytes: int | None = None
+    update_on: UpdateOn = "auto"
 
 
 def plan_training(
@@ -48,13 +61,48 @@ def plan_training(
 
     deferred: all updates are late, as clipping needs it. late: the share of them without clipping; None: chosen.
     validates: forwards alone can run too, over the same homes. candidates: knobs to try instead of the planner's own,
-    quickly, with `late` as given. Raises `ShortError` where nothing fits.
+    quickly, with `late` as given. Raises `ShortError` where nothing fits: that of updates on the host, where both are
+    tried.
     """
+
+    def planned(there: bool) -> Plan:
+        return _plan_for(units, hardware, limits, there, deferred, late, validates, candidates)
+
+    if limits.update_on == "device":
+        return planned(True)
+    if limits.update_on == "host" or limits.device_bytes is None or hardware.device_update is None:
+        return planned(False)
+    try:
+        on_host = planned(False)
+    except ShortError as short:
+        try:
+            return planned(True)  # gradients that are used there need no room in HOST
+        except ShortError:
+            raise short from None
+    try:
+        on_device = planned(True)
+    except ShortError:
+        return on_host
+    return on_device if on_device.timeline.pass_s < _FASTER * on_host.timeline.pass_s else on_host
+
+
+def _plan_for(
+    units: Sequence[UnitSize],
+    hardware: Hardware,
+    limits: Limits,
+    there: bool,
+    deferred: bool,
+    late: float | None,
+    validates: bool,
+    candidates: Sequence[Knobs] | None,
+) -> Plan:
+    """there: updates run on the device. Everything else as for `plan_training`."""
 
     def planned(share: float, knobs: Sequence[Knobs] | None) -> Plan:
         late_ones = late_units(units, share)
         workload = training_workload(units, deferred=deferred, late=late_ones, validates=validates)
-        return make_plan(workload, hardware, limits.host_bytes, limits.resident, limits.device_bytes, candidates=knobs)
+        host, resident, device = limits.host_bytes, limits.resident, limits.device_bytes
+        return make_plan(workload, hardware, host, resident, device, update_there=there, candidates=knobs)
 
     plain = planned(late or 0.0, candidates)
     most_s = _WORTH * plain.timeline.pass_s

@@ -27,6 +27,7 @@ from megatrain.programs import KINDS, block_name
 from megatrain.reference import Reference, train_plain
 from megatrain.report import PlanReport
 from megatrain.trainer import open_run_batches, open_state
+from tiering.device import updates_there
 from tiering.place import folder_beside
 
 
@@ -74,6 +75,7 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
         schedule=_scheduler(optimizer),
         device=prepared.device,
         **_compiled_as(prepared.units, run),
+        update_there=updates_there(prepared.plan.workload),
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
 

@@ -8,6 +8,9 @@ target is poison, as a real device may have written any part of it. It *happens*
 after it, when something that happens has to come after it, or when the host has nothing else to do and waits. It takes
 its source when it begins or when it happens, by lot.
 
+An update that is issued is pending too. It takes what is there when it begins, and leaves poison until it happens, or
+when it happens, by lot.
+
 An op computes at once, between `begin_compute` and `end_compute`: a host cannot do it later. But by lot it happens
 later. Until then a copy to bytes that were lent to it, or from bytes that it wrote, brings poison: on a real device the
 op could still be waiting. What could happen next is drawn by lot too, from a seed.
@@ -16,7 +19,7 @@ op could still be waiting. What could happen next is drawn by lot too, from a se
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -94,19 +97,60 @@ class _Copy(StandInEvent):
         self.taken = torch.full_like(self.source, POISON) if early else self.source.clone()
 
 
+class _Update(StandInEvent):
+    """work: changes operands in place."""
+
+    def __init__(
+        self,
+        lanes: "OutOfOrderLanes",
+        after: Sequence[StandInEvent],
+        work: Callable[[], None],
+        operands: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(lanes, after)
+        self.work = work
+        self.operands = operands
+        self.taken: list[torch.Tensor] | None = None
+        self.spoiled = False
+
+    def begin(self, ops: Sequence[_Op], *, takes_source: bool) -> None:
+        self.begin_s = time.perf_counter()
+        self.has_begun = True
+        self._look_at(ops)
+        if takes_source:
+            self.taken = [operand.clone() for operand in self.operands]
+            for operand in self.operands:
+                operand.fill_(POISON)
+
+    def end(self, ops: Sequence[_Op]) -> None:
+        if self.taken is None:
+            self._look_at(ops)
+        for operand, held in zip(self.operands, self.taken or (), strict=self.taken is not None):
+            operand.copy_(held)
+        self.work()
+        for operand in self.operands if self.spoiled else ():
+            operand.fill_(POISON)
+        self.happen()
+
+    def _look_at(self, ops: Sequence[_Op]) -> None:
+        used = [lent for op in ops for lent, _ in op.lent]
+        self.spoiled = self.spoiled or any(_share(operand, lent) for operand in self.operands for lent in used)
+
+
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if flat tensors of bytes share some of them."""
     return one.data_ptr() < other.data_ptr() + other.numel() and other.data_ptr() < one.data_ptr() + one.numel()
 
 
 class OutOfOrderLanes:
-    """See `lanes.Lanes`. copies: so many were issued. top: the highest byte of the arena that was lent."""
+    """See `lanes.Lanes`. copies, updates: so many were issued. top: the highest byte of the arena that was lent."""
 
     device = torch.device("cpu")
     own_memory = True
 
     def __init__(self, seed: int = 0) -> None:
         self.copies = 0
+        self.updates = 0
         self.top = 0
         self.host: Arena | None = None
         self.arena: torch.Tensor | None = None
@@ -114,7 +158,7 @@ class OutOfOrderLanes:
         self._late_ops = 1.0 if seed % 4 < 2 else 0.5  # the share of ops that happen later than they are computed
         self._early_copies = 0.2 if seed % 2 else 0.0  # of copies that happen whenever something else does
         self._changed = threading.Condition()
-        self._pending: list[_Copy] = []
+        self._pending: list[_Copy | _Update] = []
         self._ops: list[_Op] = []  # those that have not happened, in the order in which they were entered
         self._op: _Op | None = None  # the one that is computing
         self._computing = 0  # its thread
@@ -144,13 +188,24 @@ class OutOfOrderLanes:
             self._go_on()
             return event
 
+    def update(self, work: Callable[[], None], operands: Sequence[torch.Tensor], after: Sequence[Event]) -> Event:
+        assert all(self._is_here(operand) for operand in operands), "an update of bytes of HOST"
+        with self._changed:
+            self.updates += 1
+            if self._op is not None:  # see `copy`
+                self._op.lent = [pair for pair in self._op.lent if not any(pair[0] is operand for operand in operands)]
+            event = _Update(self, self._known(after), work, operands)
+            self._pending.append(event)
+            self._go_on()
+            return event
+
     def begin_compute(self, after: Sequence[Event]) -> None:
         with self._changed:
             assert self._op is None, "an op begins inside another one"
             self._op, self._computing = _Op(self, self._known(after)), threading.get_ident()
             self._ops.append(self._op)
             for event in self._drawn(self._op.after):
-                if isinstance(event, _Copy):  # ops are entered in the order of their stream
+                if isinstance(event, _Copy | _Update):  # ops are entered in the order of their stream
                     self._force(event)
             self._go_on()
             self._op.begin_s = time.perf_counter()
@@ -180,7 +235,7 @@ class OutOfOrderLanes:
 
     def close(self) -> None:
         with self._changed:
-            assert not self._pending, f"{len(self._pending)} copies were issued and not waited for"
+            assert not self._pending, f"{len(self._pending)} copies and updates were issued and not waited for"
         self.arena = None
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
@@ -222,7 +277,7 @@ class OutOfOrderLanes:
             self._ops.remove(event)
             event.happen()
             return
-        assert isinstance(event, _Copy)
+        assert isinstance(event, _Copy | _Update)
         if not event.has_begun:
             event.begin(self._ops, takes_source=False)
         event.end(self._ops)

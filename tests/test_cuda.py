@@ -168,6 +168,22 @@ def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(driver:
     )
 
 
+def test_an_update_is_issued_on_a_stream_of_its_own(driver: _Driver) -> None:
+    """I2, P4: behind the events that it is given, beside computing; what it takes for itself belongs to that stream."""
+    with Arena(PAGE) as host:
+        lanes = cuda_lanes()
+        lanes.open(host, PAGE)
+        moved = lanes.copy("h2d", host.tensor(0, PAGE), lanes.tensor(0, PAGE), [])
+        driver.log.clear()
+        issued: list[str] = []
+        event = lanes.update(lambda: issued.extend(driver.log), [lanes.tensor(0, PAGE)], [moved])
+        lanes.close()
+    asked = ["stream 3 waits for stream 1", "stream 3: begin", "stream 3: copy"]
+    assert issued == asked and driver.log[3] == "stream 3: end", driver.log
+    event.synchronize()
+    assert moved.end_s <= event.begin_s <= event.end_s
+
+
 def test_the_clock_is_set_again_before_it_drifts(driver: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: times of the device stay in the clock of the host, and an event keeps the setting that it was made under."""
     with Arena(PAGE) as host:
@@ -186,6 +202,9 @@ def test_the_clock_is_set_again_before_it_drifts(driver: _Driver, monkeypatch: p
 def test_a_plan_is_carried_out_on_cuda_lanes(driver: _Driver, tmp_path: Path) -> None:
     """P1: all calls fit together; this driver does everything at once."""
     found = trained(device_plan(WORKLOAD, 90 * PAGE), tmp_path / "s", cuda_lanes())
+    unlike = interpreted(WORKLOAD).unlike(found)
+    assert not unlike, unlike[:4]
+    found = trained(device_plan(WORKLOAD, 90 * PAGE, update_there=True), tmp_path / "there", cuda_lanes())
     unlike = interpreted(WORKLOAD).unlike(found)
     assert not unlike, unlike[:4]
 
@@ -261,10 +280,13 @@ def test_a_trial_without_a_device_says_so() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_DEVICE)
+@pytest.mark.parametrize("update_there", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("device_bytes", [None, ROOMY], ids=["tight", "roomy"])
-def test_streams_and_events_of_a_real_device_keep_the_order(tmp_path: Path, device_bytes: int | None) -> None:
+def test_streams_and_events_of_a_real_device_keep_the_order(
+    tmp_path: Path, device_bytes: int | None, update_there: bool
+) -> None:
     """I2, I3, I8, P2: the same bytes as the program says; the device holds the arena and nothing else."""
-    made = device_plan(WORKLOAD, 200 * PAGE, device_bytes)
+    made = device_plan(WORKLOAD, 200 * PAGE, device_bytes, update_there=update_there)
     for number in range(4):
         lanes = CudaLanes()
         torch.cuda.reset_peak_memory_stats(lanes.device)

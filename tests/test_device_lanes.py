@@ -39,8 +39,10 @@ def workload(mode: str, *, tied: bool = False) -> Workload:
 
 
 @lru_cache
-def plan(mode: str, device: str, host_bytes: int = SOME_HOST, *, tied: bool = False) -> Plan:
-    return device_plan(workload(mode, tied=tied), host_bytes, DEVICE[device])
+def plan(
+    mode: str, device: str, host_bytes: int = SOME_HOST, *, tied: bool = False, update_there: bool = False
+) -> Plan:
+    return device_plan(workload(mode, tied=tied), host_bytes, DEVICE[device], update_there=update_there)
 
 
 @pytest.mark.parametrize("device", DEVICE)
@@ -264,7 +266,7 @@ def test_an_op_that_fails_on_a_device_hangs_nobody(tmp_path: Path) -> None:
             run.manager.computed()
 
 
-def _edges(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
+def edges(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     """(line, edge) of all that only a device keeps."""
     actions = schedule.actions
     return [
@@ -275,7 +277,7 @@ def _edges(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     ]
 
 
-def _without(schedule: Schedule, line: int, edge: tuple[int, int]) -> Schedule:
+def without(schedule: Schedule, line: int, edge: tuple[int, int]) -> Schedule:
     actions = list(schedule.actions)
     after = tuple(kept for kept in actions[line].after if kept != edge)
     actions[line] = replace(actions[line], after=after)
@@ -292,7 +294,7 @@ def _entered_in_order(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(actions))
 
 
-def _matters(schedule: Schedule) -> bool:
+def matters(schedule: Schedule) -> bool:
     """True if two actions that share bytes have lost their order. What does no work only stands between others."""
     found = {x.block for a in schedule.actions for x in a.operands if x.reads or a.verb is Verb.WRITE}
 
@@ -324,11 +326,11 @@ def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[st
     """Of so many edges between device actions that matter: how many were taken out, and which nobody missed."""
     made, wanted = plan(mode, device, ROOMY), interpreted(workload(mode))
     step = made.schedules["step"]
-    mattering = [(line, edge) for line, edge in _edges(step) if _matters(_without(step, line, edge))]
+    mattering = [(line, edge) for line, edge in edges(step) if matters(without(step, line, edge))]
     taken_out = random.Random(0).sample(mattering, min(most, len(mattering)))
     unseen = []
     for number, (line, edge) in enumerate(taken_out):
-        broken = replace(made, schedules={**made.schedules, "step": _without(step, line, edge)})
+        broken = replace(made, schedules={**made.schedules, "step": without(step, line, edge)})
         trials = (trained(broken, root / f"{number}-{seed}", OutOfOrderLanes(seed)) for seed in range(8))
         if not any(map(wanted.unlike, trials)):
             unseen.append(f"{step.actions[line]} without waiting for {step.actions[edge[0]]} ({edge[1]} passes back)")

@@ -45,7 +45,9 @@ from tiering.schedule import Verb
 
 MiB = 1 << 20
 CPU = torch.device("cpu")
-TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "optimizer.lr": 0.01}
+TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "optimizer.lr": 0.01, "train.update_on": "host"}
+THERE = {**TIGHT, "train.update_on": "device"}
+PLACES = {"host": TIGHT, "device": THERE}
 
 pytestmark = pytest.mark.usefixtures("known_machine")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -65,7 +67,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
             return opened[-1]
 
         rate = Rate(per_s=1e9, source="assumed", how="assumed: a pretend device")
-        rates = DeviceRates(compute=replace(rate, per_s=1e11), h2d=rate, d2h=rate)
+        rates = DeviceRates(compute=replace(rate, per_s=1e11), h2d=rate, d2h=rate, update=replace(rate, per_s=1e12))
         device = Accelerator(
             device=CPU,
             name="a pretend device",
@@ -182,14 +184,16 @@ class NoWait(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    ("model", "place"), [("llama", "host"), ("gpt2", "host"), ("gemma3", "host"), ("llama", "device")]
+)
 def test_the_host_asks_for_no_value_between_the_first_op_and_the_end_of_backward(
-    run_file: RunFile, pretend: Pretend, tmp_path: Path, model: str, clip: float | None
+    run_file: RunFile, pretend: Pretend, tmp_path: Path, model: str, clip: float | None, place: str
 ) -> None:
     """P4: with chunks of the loss and several micro-batches, updates beside it. What waits, waits for an event."""
     pretend()
     changes = {"model.config": MODELS[model], "train.max_grad_norm": clip, "train.loss_chunk": 8}
-    prepared = prepare(load_run(run_file({**TIGHT, **changes})))
+    prepared = prepare(load_run(run_file({**PLACES[place], **changes})))
     with steps(prepared, tmp_path) as (engine, inputs):
         streamed, watched = engine.model, ExitStack()
         first, lend, computed = f"fwd.{next(iter(prepared.units)).name}", streamed._lend, streamed._computed
@@ -210,10 +214,12 @@ def test_the_host_asks_for_no_value_between_the_first_op_and_the_end_of_backward
     assert len(begun) == 4 and all(loss > 0 for loss in losses), (begun, losses)
 
 
+@pytest.mark.parametrize("place", PLACES)
 def test_a_bad_gradient_on_a_device_ends_the_run_or_is_skipped(
-    run_file: RunFile, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: RunFile, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """OM-07: without clipping the run ends at the last commit, before the update; with it the step is skipped."""
+    settings = PLACES[place]
     pretend()
     ready = StepEngine._gradient_ready
     seen = {"steps": 0}
@@ -226,10 +232,10 @@ def test_a_bad_gradient_on_a_device_ends_the_run_or_is_skipped(
 
     monkeypatch.setattr(StepEngine, "_gradient_ready", broken)
     with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.q_proj\.weight is not finite in step 2.*step 0"):
-        train(load_run(run_file(TIGHT)), resume=False, console=QUIET)
+        train(load_run(run_file(settings)), resume=False, console=QUIET)
     seen["steps"] = 0
     other = {"tiers.nvme": str(tmp_path / "other/nvme"), "output.dir": str(tmp_path / "other")}
-    run = load_run(run_file({**TIGHT, **other, "train.max_grad_norm": 1.0}))
+    run = load_run(run_file({**settings, **other, "train.max_grad_norm": 1.0}))
     assert train(run, resume=False, console=QUIET) == 0
     log = [json.loads(line) for line in (tmp_path / "other/log.jsonl").read_text().splitlines()]
     assert [row["skipped"] for row in log] == [None, "model.layers.1.self_attn.q_proj.weight", None, None]
@@ -250,11 +256,13 @@ def test_a_device_that_runs_out_of_memory_in_a_step_is_told_with_the_sum(
     assert "CUDA context" in str(caught.value) and "Fix: a lower tiers.device_memory" in str(caught.value)
 
 
+@pytest.mark.parametrize(("clip", "place"), [(None, "host"), (None, "device"), (0.5, "device")])
 def test_a_run_on_a_device_is_resumed_and_validated_with_the_bits_of_the_cpu(
-    run_file: RunFile, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: RunFile, pretend: Pretend, tmp_path: Path, clip: float | None, place: str
 ) -> None:
     """P1, P3: four steps at once on the CPU; two and two on a device, with the validations between them."""
     changes = {**TIGHT, "data.validation": 0.2, "train.eval_every": 2, "train.commit_every": 2}
+    changes |= {"train.max_grad_norm": clip}
 
     def folder(name: str) -> dict[str, Any]:
         return {"tiers.nvme": str(tmp_path / name / "nvme"), "output.dir": str(tmp_path / name)}
@@ -262,7 +270,8 @@ def test_a_run_on_a_device_is_resumed_and_validated_with_the_bits_of_the_cpu(
     train(load_run(run_file({**changes, **folder("cpu")})), resume=False, console=QUIET)
     pretend()
     for steps, resume in ((2, False), (4, True)):
-        run = load_run(run_file({**changes, **folder("device"), "train.steps": steps}))
+        settings = {**changes, **folder("device"), "train.steps": steps, "train.update_on": place}
+        run = load_run(run_file(settings))
         assert train(run, resume=resume, console=QUIET) == 0
     one, other = (parameters(tmp_path / name / "nvme") for name in ("cpu", "device"))
     assert [name for name in one if not same_bits(one[name], other[name])] == []
@@ -369,15 +378,18 @@ def test_the_random_numbers_of_a_device_are_replayed_and_kept_by_a_commit(monkey
     assert rng_now(CPU) == {"rng": held["rng"]}
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
 @pytest.mark.parametrize("model", [pytest.param(name, marks=on_gpu) for name in MODELS])
-def test_a_run_on_cuda_equals_the_plain_loop_on_cuda(run_file: RunFile, model: str, clip: float | None) -> None:
-    """P1, I8: serial and overlapped, one micro-batch and four."""
+def test_a_run_on_cuda_equals_the_plain_loop_on_cuda(
+    run_file: RunFile, model: str, clip: float | None, place: str
+) -> None:
+    """P1, I8: serial and overlapped, one micro-batch and four; AdamW of the CPU and of the device."""
     for micro_batch, serial in ((4, False), (1, False), (4, True)):
         if model in TIED and micro_batch < 4:
             continue
         changes = {"device": "cuda", "model.config": MODELS[model], "train.max_grad_norm": clip}
-        settings = {**TIGHT, **changes, "train.micro_batch": micro_batch, "tiers.serial": serial}
+        settings = {**PLACES[place], **changes, "train.micro_batch": micro_batch, "tiers.serial": serial}
         result = verify(load_run(run_file(settings)), 3, QUIET)
         shown = ("losses", "plain_losses", "grad_norms", "plain_grad_norms", "differing")
         assert result["identical"], {key: result[key] for key in shown}
@@ -394,13 +406,14 @@ WIDE = {
 }
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=on_gpu), pytest.param(0.5, marks=on_gpu)])
 def test_the_memory_of_a_cuda_device_is_what_the_plan_says(
-    run_file: RunFile, tmp_path: Path, clip: float | None
+    run_file: RunFile, tmp_path: Path, clip: float | None, place: str
 ) -> None:
     """P2, P5, I5: never more than arena, workspace and context together, and the arena at least."""
     changes = {"device": "cuda", "model.config": WIDE, "train.max_grad_norm": clip, "tiers.host_memory": "2GiB"}
-    prepared = prepare(load_run(run_file({**TIGHT, **changes, "tiers.host_memory": "2GiB"})))
+    prepared = prepare(load_run(run_file({**PLACES[place], **changes})))
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     with steps(prepared, tmp_path) as (engine, inputs):
@@ -427,11 +440,14 @@ def test_a_model_larger_than_the_memory_of_the_device_trains_with_the_same_bits(
     assert result["identical"], {key: result[key] for key in ("losses", "plain_losses", "differing")}
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=on_gpu), pytest.param(0.5, marks=on_gpu)])
-def test_no_operator_of_a_step_waits_for_a_cuda_device(run_file: RunFile, tmp_path: Path, clip: float | None) -> None:
+def test_no_operator_of_a_step_waits_for_a_cuda_device(
+    run_file: RunFile, tmp_path: Path, clip: float | None, place: str
+) -> None:
     """P4: as torch sees it, from the first op to the end of backward. What waits for an event is not meant."""
     changes = {"device": "cuda", "train.max_grad_norm": clip, "train.loss_chunk": 8}
-    prepared = prepare(load_run(run_file({**TIGHT, **changes})))
+    prepared = prepare(load_run(run_file({**PLACES[place], **changes})))
     with steps(prepared, tmp_path) as (engine, inputs), ExitStack() as strict:
         streamed, first = engine.model, f"fwd.{next(iter(prepared.units)).name}"
         lend, computed = streamed._lend, streamed._computed

@@ -48,17 +48,23 @@ def test_an_unknown_architecture_is_refused_by_its_real_sizes(run_file: RunFile)
         prepare(run)
 
 
-def test_what_a_device_asks_of_the_host_is_no_less(run_file: RunFile) -> None:
-    """P2: so what is refused early for `auto`, before anybody knows of a device, would be refused with one too."""
+def test_what_is_refused_before_anybody_knows_of_a_device_would_be_refused_with_one_too(run_file: RunFile) -> None:
+    """P2: a device asks for no less of HOST with updates there, and for less with updates of its own."""
     units = [UnitSize(name=f"L{number}", nbytes=64 << 20, activation_bytes=256 << 20) for number in range(4)]
+
+    def refused(place: str, has_device: bool | None, host_memory: str = "1MiB") -> float:
+        changes = {"tiers.host_memory": host_memory, "tiers.resident": 0, "train.max_grad_norm": clip}
+        run = load_run(run_file({**changes, "train.update_on": place}))
+        with pytest.raises(BudgetError, match="HOST needs") as caught:
+            refuse_budget(run, units, has_device=has_device)
+        return float(str(caught.value).split()[2])
+
     for clip in (None, 1.0):
-        needed = []
-        for has_device in (False, True):
-            run = load_run(run_file({"tiers.host_memory": "1MiB", "tiers.resident": 0, "train.max_grad_norm": clip}))
-            with pytest.raises(BudgetError, match="HOST needs") as caught:
-                refuse_budget(run, units, has_device=has_device)
-            needed.append(float(str(caught.value).split()[2]))
-        assert needed[0] <= needed[1], needed
+        alone, beside, there = refused("auto", False), refused("host", True), refused("device", True)
+        assert alone <= beside and there <= beside, (clip, alone, beside, there)
+        assert (refused("auto", None), refused("auto", True)) == (alone, beside), "the sum with updates on the host"
+        least = {"tiers.host_memory": f"{int(min(alone, there)) + 1}MiB", "train.max_grad_norm": clip}
+        refuse_budget(load_run(run_file({**least, "tiers.resident": 0})), units, has_device=None)
 
 
 def test_more_memory_than_the_machine_has_is_refused_at_once(run_file: RunFile) -> None:

@@ -254,7 +254,7 @@ def rig(tmp_path: Path, known_machine: None) -> Rig:
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     """`device: cuda` is a stand-in for a device with 4 GiB."""
     rate = Rate(per_s=1e9, source="assumed", how="assumed: a pretend device")
-    found = DeviceRates(compute=replace(rate, per_s=1e11), h2d=rate, d2h=rate)
+    found = DeviceRates(compute=replace(rate, per_s=1e11), h2d=rate, d2h=rate, update=rate)
     device = Accelerator(
         device=CPU,
         name="a pretend device",
@@ -270,7 +270,7 @@ def test_schedules_come_to_the_bytes_of_their_program(rig: Rig) -> None:
     """I2, I3: on the stand-in, and the control shows that a missing event would be seen."""
     found = order.order(rig)
     assert found["ok"], found
-    assert found["seen_without_events"] == "4 of 4", found
+    assert found["seen_without_events"] == "6 of 6", found
     assert found["device_bytes"]["tight"] < found["device_bytes"]["roomy"], found
 
 
@@ -299,7 +299,10 @@ def test_the_drive_and_computing_are_measured(rig: Rig) -> None:
     assert drive["ok"] and all(drive[f"{what}_depth_8_per_s"] > 0 for what in ("read", "write", "mixed")), drive
     found = rates.compute(rig)
     assert found["ok"] and 0 < found["matmul_error"] < rates.EXACT, found
-    assert min(found["matmul_flop_per_s"], found["adamw_cpu_per_s"], found["host_copy_per_s"]) > 0, found
+    assert (
+        min(found["matmul_flop_per_s"], found["adamw_cpu_per_s"], found["adamw_device_per_s"], found["host_copy_per_s"])
+        > 0
+    ), found
 
 
 @pytest.mark.slow
@@ -319,16 +322,16 @@ def test_models_are_held_against_the_plain_loop(rig: Rig, pretend: None, monkeyp
     few = {name: models[name] for name in ("llama", "llama-tied")}
     monkeypatch.setattr(runs, "tested_models", lambda: (few, tied))
     found = runs.bitwise(rig)
-    assert found["ok"] and len(found["same"]) == 4, found
-    assert "llama, clipped, 4 micro-batches" in found["same"], found
+    assert found["ok"] and len(found["same"]) == 8, found
+    assert "llama, clipped, 4 micro-batches, updates on the device" in found["same"], found
     late = runs.bitwise(replace(rig, until_s=time.monotonic()))
     assert late["ok"] is None and "no time for llama, fused" in late["skipped"], late
     result = {"identical": False, "losses": [1.0], "plain_losses": [2.0], "max_abs_diff": {}, "differing": ["a", "b"]}
     monkeypatch.setattr(runs, "verify", lambda *rest: result)
     wrong = runs.bitwise(rig)
-    assert wrong["ok"] is False and wrong["differing"]["llama, fused, 1 micro-batches"]["differing"] == ["a", "b"], (
-        wrong
-    )
+    assert wrong["ok"] is False and wrong["differing"]["llama, fused, 1 micro-batches, updates on the host"][
+        "differing"
+    ] == ["a", "b"], wrong
 
 
 SMALL = llama(hidden=64, layers=4, intermediate=192, vocabulary=256, head=16)

@@ -161,6 +161,13 @@ def test_a_gpu_computes_where_it_is_asked_to() -> None:
     assert hardware.h2d is not None and hardware.h2d.per_s == 2e10
     assert hardware.d2h is not None and hardware.d2h.per_s == 1e10
     assert machine(gpu=True).hardware().compute.per_s == 1e11
+    assert hardware.device_update is None, "a file that was made before there was such a key"
+    file = machine(gpu=True)
+    assert file.device is not None
+    device = file.device.model_copy(update={"update": ByteRate.of(rate(5e11))})
+    newer = HardwareFile.model_validate_json(file.model_copy(update={"device": device}).model_dump_json())
+    assert newer.hardware(on_device=True).device_update == rate(5e11)
+    assert newer.hardware().device_update is None
     with pytest.raises(HardwareFileError, match="knows no GPU"):
         machine().hardware(on_device=True)
 

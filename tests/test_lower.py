@@ -38,13 +38,14 @@ class Case:
     activation_pages: int
     device: bool
     keep: float
+    update_there: bool = False
 
     def workload(self) -> Workload:
         plain = self.plain()
         if not self.device:
             return plain
         used = sorted({t.block for p in plain.programs.values() for op in p.ops if op.computes for t in op.touches})
-        return on_device(plain, frozenset(used[: round(self.keep * len(used))]))
+        return on_device(plain, frozenset(used[: round(self.keep * len(used))]), update=self.update_there)
 
     def plain(self) -> Workload:
         units = toy_units(
@@ -107,6 +108,7 @@ def cases() -> st.SearchStrategy[Case]:
         activation_pages=st.integers(0, 3),
         device=st.booleans(),
         keep=st.sampled_from([0.0, 0.3, 1.0]),
+        update_there=st.booleans(),
     )
 
 
@@ -164,7 +166,7 @@ def test_computing_on_a_device_comes_to_the_same_bytes(case: Case, keep: float) 
     """P1: with copies to and from the device, whatever stays there in between, every op sees the same bytes."""
     plain = case.plain()
     used = sorted({t.block for p in plain.programs.values() for op in p.ops if op.computes for t in op.touches})
-    moved = on_device(plain, frozenset(used[: round(keep * len(used))]))
+    moved = on_device(plain, frozenset(used[: round(keep * len(used))]), update=case.update_there)
     for name in plain.programs:
         expected, expected_seen = interpret(plain, first_state(plain), plain.programs[name], 2)
         found, seen = interpret(moved, first_state(moved), moved.programs[name], 2)

@@ -371,6 +371,8 @@ def test_the_rates_of_any_device_are_measured_in_the_same_way() -> None:
     for rate, what in ((hardware.compute, "matmul"), (hardware.h2d, "h2d copy"), (hardware.d2h, "d2h copy")):
         assert rate is not None and rate.per_s > 1e5 and rate.source == "measured" and what in rate.how, rate
     assert hardware.update_beside_compute
+    there = hardware.device_update
+    assert there is not None and there.per_s > 1e5 and "AdamW" in there.how, there
     assert hardware.read == assumed_hardware().read
     ways = device_copy_rates(torch.device("cpu"), MiB)
     assert ways.keys() == {f"{way}_{kind}" for way in ("h2d", "d2h", "both") for kind in ("pinned", "pageable")}

@@ -201,3 +201,52 @@ def test_the_step_counts_on_past_what_bf16_can_hold() -> None:
         run_tiles(units, blocks, 4096, config, Update(step=step, scale=None))
         results.append(blocks["weight"][0].item())
     assert len(set(results)) == 3, results
+
+
+def whole(units: Units, blocks: dict[str, torch.Tensor], config: OptimizerConfig, update: Update) -> None:
+    """The unit in one piece, as a device updates it."""
+    nbytes = units.units[0].nbytes
+    operands = tuple(
+        Operand(block=f"u/{kind}@step.1", lo=0, hi=nbytes, address=0, reads=True, writes=True, tier="DEVICE")
+        for kind in KINDS
+    )
+    views = {f"u/{kind}": blocks[kind].view(torch.uint8) for kind in KINDS}
+    action = Action(verb=Verb.RUN, name="upd.u", lane="update", operands=operands)
+    TiledAdamW(units, config)(action, views, {"u": update})
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_device_updates_a_whole_unit_to_the_bits_of_its_tiles_or_not_at_all(scale: float | None) -> None:
+    """I8, OM-07: a flag that is set leaves every byte of the state; nobody on the host is asked."""
+    units, config = layout([1000, 17, 4097]), OptimizerConfig(lr=0.01)
+    factor = None if scale is None else torch.tensor(scale)
+
+    def never(unit: str) -> None:
+        raise AssertionError(f"{unit} is refused by its flag, where it is")
+
+    tiles, there, left = (filled(units, 7) for _ in range(3))
+    before = {kind: block.clone() for kind, block in left.items()}
+    run_tiles(units, tiles, 4096, config, Update(step=3, scale=factor))
+    for flag, blocks in ((0.0, there), (1.0, left)):
+        found = torch.tensor(flag)
+        update = Update(step=3, scale=factor, refuse=never, flag=lambda unit, found=found: found)  # type: ignore[misc]
+        whole(units, blocks, config, update)
+    for kind in KINDS[:3]:
+        assert torch.equal(there[kind], tiles[kind]), kind
+        assert torch.equal(left[kind], before[kind]), kind
+
+
+def test_a_flag_is_set_from_the_first_norm_that_is_not_finite_on_until_the_next_step() -> None:
+    """OM-07: as `bad_until` says it, but where the gradients are."""
+    model = layout([4, 4, 4]).model
+    places = [Slice(name=f"p{number}", shape=(4,), offset=0) for number in range(3)]
+    parts = [Unit(name=place.name, module=model, slices=(place,), bindings=()) for place in places]
+    norm = GradientNorm(Units(model=model, units=tuple(parts)), flags=True)
+    for bad, wanted in ((1, [0.0, 1.0, 1.0]), (None, [0.0, 0.0, 0.0])):
+        norm.begin()
+        for number, place in enumerate(places):
+            norm.add({place: torch.full((4,), float("inf") if number == bad else 1.0)})
+        found = [norm.flag(place.name).item() for place in places]
+        names = [norm.bad_until(place.name) for place in places]
+        assert found == wanted, f"{found}, wanted {wanted}"
+        assert [name is not None for name in names] == [bool(flag) for flag in wanted], names

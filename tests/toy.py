@@ -258,7 +258,7 @@ def computed(
         return [(operands[1], found[0])]
     read = [held for x, held in zip(operands, found, strict=True) if x.reads]
     fresh: list[tuple[Operand, bytes]] = []
-    if op.tiled:
+    if op.tiled or op.lane == "update":  # whole on a device, tile by tile on HOST: the same
         lo, hi = operands[0].lo, operands[0].hi
         inputs = []
         for at in range(0, hi - lo, PAGE):

@@ -6,6 +6,7 @@ Not here: the workloads and what an op computes (`toy.py`), lanes (`streams.py`)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,19 @@ class Outcome:
 def with_device() -> Hardware:
     """Assumed rates, and a link to a device."""
     link = Rate(per_s=1e10, source="assumed", how="a link for tests")
-    return replace(assumed_hardware(), h2d=link, d2h=link)
+    return replace(assumed_hardware(), h2d=link, d2h=link, device_update=replace(link, how="memory for tests"))
 
 
-def device_plan(workload: Workload, host_bytes: int, device_bytes: int | None = None) -> Plan:
+def device_plan(
+    workload: Workload, host_bytes: int, device_bytes: int | None = None, *, update_there: bool = False
+) -> Plan:
     """A plan of `workload` for a device with `device_bytes` of memory; None: as little as works."""
+    planned = partial(make_plan, workload, with_device(), host_bytes, update_there=update_there)
     try:
-        return make_plan(workload, with_device(), host_bytes, device_budget=device_bytes or 0)
+        return planned(device_budget=device_bytes or 0)
     except ShortError as short:
         assert short.tier == "DEVICE" and device_bytes is None, str(short)
-        return make_plan(workload, with_device(), host_bytes, device_budget=short.needed_bytes)
+        return planned(device_budget=short.needed_bytes)
 
 
 def training(workload: Workload) -> list[str]:

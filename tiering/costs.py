@@ -174,25 +174,28 @@ def update_bytes(parameters: int) -> int:
     return state_bytes(parameters)
 
 
-def h2d_bytes(parameters: int, kept_bytes: int = 0, activations: int = 0) -> int:
-    """Bytes copied to the device in a step: weights for forward and for backward, and what forward left.
+def h2d_bytes(parameters: int, kept_bytes: int = 0, activations: int = 0, *, update_there: bool = False) -> int:
+    """Bytes copied to the device in a step: weights for forward and for backward, and what forward left; both moments
+    where the device updates.
 
     kept_bytes: of weights that stay on the device from forward to backward. activations: bytes of those that do not.
 
     >>> P = 7_000_000_000
-    >>> h2d_bytes(P) // P, h2d_bytes(P, kept_bytes=4 * P) // P
-    (8, 4)
+    >>> h2d_bytes(P) // P, h2d_bytes(P, kept_bytes=4 * P) // P, h2d_bytes(P, update_there=True) // P
+    (8, 4, 16)
     """
-    return 2 * FP32 * parameters - kept_bytes + activations
+    moments = (DURABLE_KINDS - 1) * FP32 * parameters if update_there else 0
+    return 2 * FP32 * parameters - kept_bytes + activations + moments
 
 
-def d2h_bytes(parameters: int, activations: int = 0) -> int:
-    """Bytes copied from the device in a step: gradients for the update on the host, and what forward leaves.
+def d2h_bytes(parameters: int, activations: int = 0, *, update_there: bool = False) -> int:
+    """Bytes copied from the device in a step without clipping: gradients for the update on the host, or what the device
+    has updated; and what forward leaves.
 
-    >>> d2h_bytes(7_000_000_000) / 1e9
-    28.0
+    >>> d2h_bytes(7_000_000_000) / 1e9, d2h_bytes(7_000_000_000, update_there=True) / 1e9
+    (28.0, 84.0)
     """
-    return FP32 * parameters + activations
+    return (DURABLE_KINDS if update_there else 1) * FP32 * parameters + activations
 
 
 def io_seconds(

@@ -1,8 +1,13 @@
-"""A CUDA (or HIP) device as lanes: two streams for copies, the current stream for computing, one allocation.
+"""A CUDA (or HIP) device as lanes: two streams for copies, one for updates, the current stream for computing, one
+allocation.
 
 Scope: `CudaLanes`; locking the arena of HOST for copies, or what it costs not to; times of the device in the clock of
 the host.
 Not here: what is issued when (`pipeline.py`), how much may be locked (`pinning.py`), what an op computes (the caller).
+
+Updates have a stream of their own: on that of computing, the next op would wait for the moments of the one before,
+which are still on their way. torch's allocator gives memory back to the stream that it was taken on. What an update
+takes for itself it takes and gives back on the stream of updates, so that nothing of it is in use on two.
 
 Nothing here touches the driver before a `CudaLanes` is made.
 """
@@ -10,7 +15,7 @@ Nothing here touches the driver before a `CudaLanes` is made.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -112,7 +117,8 @@ class CudaLanes:
                 f"{free_bytes} of {total_bytes} free. Fix: a smaller device budget, or end what else uses the device."
             ) from error
         self._host = host
-        self._streams: dict[Lane, torch.cuda.Stream] = {lane: torch.cuda.Stream(self.device) for lane in ("h2d", "d2h")}
+        lanes: tuple[Lane, ...] = ("h2d", "d2h", "update")
+        self._streams: dict[Lane, torch.cuda.Stream] = {lane: torch.cuda.Stream(self.device) for lane in lanes}
         with torch.cuda.device(self.device):
             self.pin_line = self._pin(host)
         torch.cuda.synchronize(self.device)  # whoever had the arena's memory before
@@ -149,11 +155,17 @@ class CudaLanes:
         return lent(self._arena, lo, hi)
 
     def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> CudaEvent:
+        return self._issue(lane, lambda: target.copy_(source, non_blocking=True), after)
+
+    def update(self, work: Callable[[], None], operands: Sequence[torch.Tensor], after: Sequence[Event]) -> CudaEvent:
+        return self._issue("update", work, after)
+
+    def _issue(self, lane: Lane, work: Callable[[], object], after: Sequence[Event]) -> CudaEvent:
         stream = self._streams[lane]
         _wait(stream, after)
         event = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            work()
         event.ends()
         return event
 

@@ -48,7 +48,8 @@ class Hardware:
     """read, write, mixed: bytes/s of the NVME tier, all drives together (see `Drive`). queue_depth: requests in
     flight at which they were measured. compute: FLOP/s in FP32. update: bytes/s of all operands of a tiled op.
     update_beside_compute: True where the two have separate processors (a GPU computes while the CPU updates).
-    h2d, d2h: bytes/s of the copies to and from the device; None where the device is the host itself.
+    h2d, d2h: bytes/s of the copies to and from the device; None where the device is the host itself. device_update: as
+    update, on the device; None where that is not known: then nothing is updated there.
     io_steals: the share of its speed that what runs on the CPU loses while the drive is busy: updates, and computing
     where it shares their processors.
     """
@@ -62,6 +63,7 @@ class Hardware:
     update_beside_compute: bool = False
     h2d: Rate | None = None
     d2h: Rate | None = None
+    device_update: Rate | None = None
     io_steals: float = 0.0
 
     def rates(self) -> dict[str, Rate]:
@@ -89,6 +91,7 @@ class Hardware:
 
 RATE_UNITS = {
     "read": "B/s", "write": "B/s", "mixed": "B/s", "compute": "FLOP/s", "update": "B/s", "h2d": "B/s", "d2h": "B/s",
+    "device_update": "B/s",
 }  # fmt: skip
 
 

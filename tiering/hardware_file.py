@@ -82,13 +82,16 @@ class HostEntry(_Strict):
 
 
 class DeviceEntry(_Strict):
-    """A GPU. The copies: to it, from it and both at once, of pinned and pageable host memory."""
+    """A GPU. The copies: to it, from it and both at once, of pinned and pageable host memory. update: AdamW on it;
+    files that were made before there was such a key lack it, and the CPU updates.
+    """
 
     name: str
     memory_bytes: int = Field(gt=0)
     compute: FlopRate
     h2d_pinned: ByteRate
     d2h_pinned: ByteRate
+    update: ByteRate | None = None
     both_pinned: ByteRate | None = None
     h2d_pageable: ByteRate | None = None
     d2h_pageable: ByteRate | None = None
@@ -167,7 +170,7 @@ class HardwareFile(_Strict):
     drives: tuple[DriveEntry, ...] = Field(min_length=1)
 
     def hardware(self, *, on_device: bool = False) -> Hardware:
-        """The planner's view: all drives together. on_device: the GPU computes, and the CPU updates beside it.
+        """The planner's view: all drives together. on_device: the GPU computes, and one of the two updates.
 
         Raises `HardwareFileError` if the GPU is asked for on a machine that has none.
         """
@@ -185,6 +188,7 @@ class HardwareFile(_Strict):
             update_beside_compute=on_device,
             h2d=device.h2d_pinned.rate() if device else None,
             d2h=device.d2h_pinned.rate() if device else None,
+            device_update=device.update.rate() if device and device.update else None,
             io_steals=self.host.io_steals,
         )
 

@@ -4,10 +4,11 @@ Scope: the protocols `Lanes` and `Event`; `InlineLanes`, where DEVICE is HOST; `
 Not here: when a copy or an op is issued and for what it waits (`pipeline.py`), CUDA (`cuda.py`).
 
 A device with memory of its own does what it is given later, in streams: one for copies to it, one for copies from it,
-one for computing. What is issued on a stream waits there for the events that it is given, and never on the host.
+one for updates, one for computing. What is issued on a stream waits there for the events that it is given, and never
+on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -47,6 +48,12 @@ class Lanes(Protocol):
         """Issue a copy in lane h2d or d2h that begins after these events. Called by any thread, by one at a time."""
         ...
 
+    def update(self, work: Callable[[], None], operands: Sequence[torch.Tensor], after: Sequence[Event]) -> Event:
+        """Issue an update that begins after these events: what `work` issues. It touches `operands` and, besides
+        them, only what was computed before them. Called by any thread, by one at a time.
+        """
+        ...
+
     def begin_compute(self, after: Sequence[Event]) -> None:
         """What the calling thread issues from here on begins after these events."""
         ...
@@ -74,6 +81,9 @@ class InlineLanes:
 
     def copy(self, lane: Lane, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event]) -> Event:
         raise AssertionError(f"a copy in {lane}, where DEVICE is HOST")
+
+    def update(self, work: Callable[[], None], operands: Sequence[torch.Tensor], after: Sequence[Event]) -> Event:
+        raise AssertionError("an update on a device, where DEVICE is HOST")
 
     def begin_compute(self, after: Sequence[Event]) -> None:
         assert not after, "an event of a device, where DEVICE is HOST"

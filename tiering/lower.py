@@ -6,13 +6,13 @@ Not here: choosing homes and knobs (`plan.py`); proving the result (`check.py`, 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiering.homes import Placement
 from tiering.pack import Arc, live_bytes, pack
 from tiering.schedule import Action, Operand, Schedule, Verb, order
-from tiering.workload import Block, Lane, Op, Program, Tier, Touch, Workload, spread
+from tiering.workload import COPIES, Block, Lane, Op, Program, Tier, Touch, Workload, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,8 @@ class _Step:
 class Cut:
     """A program, spread and cut into turns: what all homes and all rings have in common.
 
-    `accesses`: per block, in order, those to any of its bytes.
+    `accesses`: per block, in order, those to any of its bytes. `fresh`: for tiles that are copied to a device, the turn
+    from which on NVME has their newest bytes, by the number of the access.
     """
 
     def __init__(self, workload: Workload, program: Program, knobs: Knobs) -> None:
@@ -107,7 +108,7 @@ class Cut:
         self.program = spread(program, knobs.lag, knobs.copies_ahead)
         self.turns = list(self._turns(knobs.tile_bytes))
         self.orders = [turn.order for turn in self.turns]
-        self.copies = any(op.lane in ("h2d", "d2h") for op in program.ops)
+        self.copies = any(op.lane in COPIES for op in program.ops)
         self.computing_ops = sum(op.computes for op in program.ops)
         self.accesses: dict[str, list[_Access]] = {}
         number = 0
@@ -117,6 +118,19 @@ class Cut:
                 access = _Access(number, index, turn.lo, hi, turn.op, touch.defines, touch.writes, turn.order)
                 self.accesses.setdefault(touch.block, []).append(access)
                 number += 1
+        self.fresh = dict(self._fresh()) if any(op.tiled and op.lane == "h2d" for op in program.ops) else {}
+
+    def _fresh(self) -> Iterator[tuple[int, int]]:
+        """Not for tiles of an update on HOST: nobody else writes those, except in a stay that they are part of."""
+        for accesses in self.accesses.values():
+            for at, access in enumerate(accesses):
+                if access.op.tiled and access.op.lane == "h2d" and not access.defines:
+                    here = [x for x in accesses[:at] if x.writes and x.lo < access.hi and access.lo < x.hi]
+                    before = [x for x in accesses[at:] if x.writes and x.lo < access.hi and access.lo < x.hi]
+                    if here:
+                        yield access.number, here[-1].turn + 1
+                    elif before and self.program.cyclic:
+                        yield access.number, before[-1].turn + 1 - len(self.turns)
 
     def _turns(self, tile_bytes: int) -> Iterator[_Turn]:
         before = 0
@@ -148,10 +162,12 @@ class Draft:
         self.placement = placement
         self.knobs = knobs
         self.stays: list[_Stay] = []
-        self.ring_tiles: dict[int, list[_Stay]] = {}
+        self.ring_tiles: dict[Lane, dict[int, list[_Stay]]] = {}
         for name, accesses in self._moved().items():
             self._stay(self.workload.blocks[name], accesses)
-        self.ring_bytes = self._place_ring()
+        self.ring_bytes = 0
+        for tiles in self.ring_tiles.values():
+            self.ring_bytes += self._place_ring(tiles, placement.fixed_bytes + self.ring_bytes)
         self._number()
         self.arcs: dict[Tier, list[Arc]] = {}
         self.host_bytes = self._place("HOST", placement.fixed_bytes + self.ring_bytes)
@@ -205,7 +221,8 @@ class Draft:
         for number, group in enumerate(groups):
             if block.life != "local" and all(access.op.tiled for access in group):
                 for access in group:
-                    self.ring_tiles.setdefault(access.turn, []).append(self._tile(block, access))
+                    tiles = self.ring_tiles.setdefault(access.op.lane, {})
+                    tiles.setdefault(access.turn, []).append(self._tile(block, access))
             else:
                 stay = self._whole(block, group)
                 if block.life == "passing" and (number == len(groups) - 1 or groups[number + 1][0].defines):
@@ -222,11 +239,13 @@ class Draft:
         groups: list[list[_Access]] = []
         group: list[_Access] = []
         for access in accesses:
-            if not group or access.defines or (not local and access.order - group[-1].order > near):
+            defines = access.defines and not (group and group[-1].op is access.op)  # tiles define a block together
+            if not group or defines or (not local and access.order - group[-1].order > near):
                 group = []
                 groups.append(group)
             group.append(access)
         wraps = self.program.cyclic and not local and len(groups) > 1 and not accesses[0].defines
+        wraps = wraps and not all(access.op.tiled for access in (*groups[0], *groups[-1]))
         if wraps and accesses[0].order + cut.computing_ops - accesses[-1].order <= near:
             count = len(self.turns)
             groups[-1].extend([replace(access, turn=access.turn + count) for access in groups.pop(0)])
@@ -236,7 +255,7 @@ class Draft:
         """A stay for one use by one tile."""
         turn, lo, hi = access.turn, access.lo, access.hi
         writes = [(turn, lo, hi)] if access.writes else []
-        fill = None if access.defines else turn
+        fill = None if access.defines else max(self.cut.fresh.get(access.number, -len(self.turns)), -len(self.turns))
         stay = _Stay(block.name, lo, hi, turn, turn, fill, writes, (turn % len(self.turns),))
         self.stays.append(stay)
         return stay
@@ -268,25 +287,25 @@ class Draft:
             return 0
         return bisect_left(self.cut.orders, target + self.cut.computing_ops) - len(self.turns)
 
-    def _place_ring(self) -> int:
-        """Tile stays share a ring of equal places, used one after the other; returns its size in bytes."""
-        if not self.ring_tiles:
-            return 0
-        at = sorted(self.ring_tiles)
-        tile_bytes = max(stay.hi - stay.lo for stays in self.ring_tiles.values() for stay in stays)
-        width = max(len(stays) for stays in self.ring_tiles.values()) * tile_bytes
+    def _place_ring(self, tiles: Mapping[int, Sequence[_Stay]], top: int) -> int:
+        """The tile stays of a lane, by turn, share a ring of equal places from address `top` on, used one after the
+        other; returns its size in bytes.
+        """
+        at = sorted(tiles)
+        tile_bytes = max(stay.hi - stay.lo for stays in tiles.values() for stay in stays)
+        width = max(len(stays) for stays in tiles.values()) * tile_bytes
         ring = min(self.knobs.ring, len(at))
         for number, turn in enumerate(at):
-            base = self.placement.fixed_bytes + number % ring * width
+            base = top + number % ring * width
             if number >= ring:
                 fill = at[number - ring] + 1
             else:
                 before = at[(len(at) - 1 - number) // ring * ring + number] if self.program.cyclic else -1
                 fill = max(self._lead(self.turns[turn].order), before + 1 - len(self.turns))
-            for place, stay in enumerate(self.ring_tiles[turn]):
+            for place, stay in enumerate(tiles[turn]):
                 stay.address = base + place * tile_bytes
-                if stay.fill is not None:
-                    stay.fill = min(stay.first, fill)
+                if stay.fill is not None:  # so far the turn from which on it may be filled
+                    stay.fill = min(stay.first, max(fill, stay.fill))
         return ring * width
 
     def _number(self) -> None:
@@ -335,7 +354,7 @@ class Draft:
                 assert stay.fill is not None, "a READ fills"
                 yield _transfer(Verb.READ, stay, stay.lo, stay.hi, stay.fill < 0, blocks[stay.block].tier)
             operands = tuple([self._operand(touch, turn, stays.get((touch.block, index))) for touch in turn.op.touches])
-            verb = _COPIES.get(turn.op.lane, Verb.RUN)
+            verb = _COPY_VERBS.get(turn.op.lane, Verb.RUN)
             yield _Step(verb, turn.name, turn.op.lane, operands)
             for stay, lo, hi in self.writes[index]:
                 yield _transfer(Verb.WRITE, stay, lo, hi, False, blocks[stay.block].tier)
@@ -366,7 +385,7 @@ class Draft:
                 yield _transfer(Verb.READ, stay, stay.lo, stay.hi, False, "HOST").action(())
 
 
-_COPIES = {"h2d": Verb.H2D, "d2h": Verb.D2H}
+_COPY_VERBS = {"h2d": Verb.H2D, "d2h": Verb.D2H}
 """Verbs of ops by lane, where it is not RUN."""
 
 

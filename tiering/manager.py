@@ -17,7 +17,8 @@ from tiering.check import check
 from tiering.choose import EngineName, choose_engine
 from tiering.engine import IOEngine
 from tiering.lanes import InlineLanes, Lanes
-from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater, Views
+from tiering.lending import Views
+from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater
 from tiering.plan import Plan
 from tiering.schedule import Verb
 from tiering.store import JSON, BlockStore, StoredBlock, TensorSpec

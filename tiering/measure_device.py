@@ -1,4 +1,4 @@
-"""Measures a device with memory of its own: copies to it and from it, its matrix products.
+"""Measures a device with memory of its own: copies to it and from it, its matrix products and updates.
 
 Scope: copies by direction and kind of host memory, each way alone and both at once; the few rates that a plan needs, in
 a second; a host's `Hardware` with them in it. Any device that torch has a module for.
@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from tiering.hardware import Hardware, Rate
-from tiering.measure_memory import COPY_BYTES, REPEATS, MiB, compute_rate, measured, product_shape, timed
+from tiering.measure_memory import (
+    COPY_BYTES,
+    REPEATS,
+    MiB,
+    compute_rate,
+    measured,
+    product_shape,
+    timed,
+    update_elements,
+    update_rate,
+)
 
 QUICK_COPY_BYTES = 64 * MiB
 WAYS = ("h2d", "d2h", "both")
@@ -22,24 +32,31 @@ KINDS = ("pinned", "pageable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """compute: FLOP/s in FP32. h2d, d2h: bytes/s of copies of pinned host memory, one way alone."""
+    """compute: FLOP/s in FP32. h2d, d2h: bytes/s of copies of pinned host memory, one way alone. update: as
+    `Hardware.device_update`.
+    """
 
     compute: Rate
     h2d: Rate
     d2h: Rate
+    update: Rate | None = None
 
     def beside(self, host: Hardware) -> Hardware:
-        """`host` where this device computes and the CPU updates."""
-        return replace(host, compute=self.compute, h2d=self.h2d, d2h=self.d2h, update_beside_compute=True)
+        """`host` where this device computes, and one of the two updates."""
+        there = replace(host, compute=self.compute, h2d=self.h2d, d2h=self.d2h, update_beside_compute=True)
+        return replace(there, device_update=self.update)
 
 
-def quick_device_rates(device: torch.device, width: int, tokens: int, memory: int) -> DeviceRates:
-    """width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take of the device."""
+def quick_device_rates(device: torch.device, width: int, tokens: int, memory: int, clips: bool = False) -> DeviceRates:
+    """width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take of the device. clips:
+    gradients are scaled before an update.
+    """
     copies = _Copies(device, max(MiB, min(QUICK_COPY_BYTES, memory // 4)), "pinned")
     return DeviceRates(
         compute=compute_rate(*product_shape(width, tokens, memory), device=device),
         h2d=copies.rate("h2d"),
         d2h=copies.rate("d2h"),
+        update=update_rate(update_elements(memory // 2), scaled=clips, device=device),
     )
 
 

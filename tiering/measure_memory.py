@@ -51,18 +51,22 @@ def product_rate(rows: int, inner: int, columns: int, *, device: torch.device = 
     return measured(2 * rows * inner * columns / best_s, f"FP32 matmul [{rows}, {inner}] x [{inner}, {columns}]{where}")
 
 
-def update_rate(count: int, *, scaled: bool = False) -> Rate:
-    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel on the CPU, tile by tile,
-    with the checksums of what will be written.
+def update_rate(count: int, *, scaled: bool = False, device: torch.device = CPU) -> Rate:
+    """Bytes/s of weight, grad and both moments (16 an element) through the fused AdamW kernel of the device; on the CPU
+    tile by tile, with the checksums of what will be written.
 
     scaled: gradients are multiplied by a factor first, as clipping does; it goes over them once more.
     """
-    factor = torch.tensor(0.5)
-    parameter, gradient, mean, square = (torch.rand(count) for _ in range(4))
-    step = torch.ones(())
+    factor = torch.full((), 0.5, device=device)
+    parameter, gradient, mean, square = (torch.rand(count, device=device) for _ in range(4))
+    step = torch.ones((), device=device)
+
+    tiled = device.type == "cpu"
 
     def run() -> None:
-        tiles = zip(*(x.split(TILE_ELEMENTS) for x in (parameter, gradient, mean, square)), strict=True)
+        tiles = zip(
+            *(x.split(TILE_ELEMENTS if tiled else count) for x in (parameter, gradient, mean, square)), strict=True
+        )
         for weight, grad, exp_avg, exp_avg_sq in tiles:
             if scaled:
                 torch._foreach_mul_([grad], factor)
@@ -70,15 +74,16 @@ def update_rate(count: int, *, scaled: bool = False) -> Rate:
                 [weight], [grad], [exp_avg], [exp_avg_sq], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
                 weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
-            for written in (weight, exp_avg, exp_avg_sq):
+            for written in (weight, exp_avg, exp_avg_sq) if tiled else ():
                 data = memoryview(written.numpy()).cast("B")
                 for lo in range(0, len(data), GRAIN_BYTES):
                     checksum(data[lo : lo + GRAIN_BYTES])
 
     repeats = max(REPEATS, min(64, COPY_BYTES // (16 * count)))  # a short run is disturbed more easily
-    best_s = min(timed(run) for _ in range(repeats))
+    best_s = min(timed(run, device) for _ in range(repeats))
     before = ", gradients scaled" if scaled else ""
-    return measured(16 * count / best_s, f"fused AdamW and checksums on tensors of {4 * count} bytes{before}")
+    what, where = ("AdamW and checksums", "") if tiled else ("AdamW", f" on {device.type}")
+    return measured(16 * count / best_s, f"fused {what} on tensors of {4 * count} bytes{before}{where}")
 
 
 def host_copy_rate(nbytes: int = COPY_BYTES) -> Rate:

@@ -24,7 +24,7 @@ def on_device(action: Action) -> bool:
     """True for what a device with memory of its own does in a stream."""
     if action.verb is Verb.DROP:
         return action.operands[0].tier == "DEVICE"
-    return action.lane in ("h2d", "compute", "d2h")
+    return action.lane in ("h2d", "compute", "d2h") or action.updates_there
 
 
 class _Followers:

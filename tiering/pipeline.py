@@ -10,40 +10,38 @@ action to done, under the lock, and it wakes whoever waits. After a failure (I10
 call raises that failure.
 
 On a device with memory of its own, copies and ops are *issued* before they are done, and others of the device follow
-at once. `Completions` tells when they are done; transfers, updates and the host's own memory wait for that.
+at once. `Completions` tells when they are done; transfers, updates of HOST and the host's own memory wait for that. An
+update on the device is issued as a copy is, by whichever thread made it ready; nobody waits for it.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-import torch
-
 from tiering.arena import Arena
 from tiering.checksums import Sums
 from tiering.completions import Completions
-from tiering.device import copied_from
 from tiering.engine import Extent, IOEngine
 from tiering.errors import ScheduleError
 from tiering.lanes import Event, Lanes
+from tiering.lending import Lender, Views
 from tiering.passes import Line, Pass, lead_in
-from tiering.schedule import Action, Operand, Schedule, Verb
+from tiering.schedule import Action, Schedule, Verb
 from tiering.store import BlockStore
-from tiering.trace import COMPUTE, UPDATE, WAIT, Trace
+from tiering.trace import COMPUTE, UPDATE, WAIT, Trace, kind_of
 
 REQUEST_BYTES = 8 << 20
 
-Views = Mapping[str, torch.Tensor]
-"""Block name to its bytes where the action computes (flat uint8): the whole block, or the tile that it names."""
-
 Updater = Callable[[Action, Views, Any], None]
-"""Runs one tile of an update op; the last argument is what `begin` was given for its pass."""
+"""Runs one tile of an update op, or issues a whole one on the device, on any thread; the last argument is what `begin`
+was given for its pass.
+"""
 
 
 class Pipeline:
@@ -67,8 +65,9 @@ class Pipeline:
         self.lanes = lanes
         self.serial = serial
         self.trace = trace
-        self.updates = 0  # tiles updated so far
+        self.updates = 0  # tiles, and whole blocks of a device, updated so far
         self._update = update
+        self._lender = Lender(arena, lanes)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._passes: dict[int, Pass] = {}
@@ -86,7 +85,7 @@ class Pipeline:
         self._updates: list[tuple[int, int]] = []
         self._closing = False
         self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
-        self._copies: list[tuple[int, int]] = []
+        self._device: list[tuple[int, int]] = []  # copies and updates of a device that may be issued
         self._computing = 0  # ops that the device has and has not done yet
         self._completions = Completions[Line](self._happened, self.fail)
 
@@ -137,7 +136,7 @@ class Pipeline:
         begin_s, updating_s = time.perf_counter(), self._updating_s
         try:
             self.lanes.begin_compute(after)
-            yield self._views(action)
+            yield self._lender.views(action)
             event = self.lanes.end_compute()
         except BaseException as error:
             self.fail(error)
@@ -194,7 +193,7 @@ class Pipeline:
             self._requests.clear()
             self._io.clear()
             self._updates.clear()
-            self._copies.clear()
+            self._device.clear()
             self._changed.wait_for(lambda: self._in_flight + self._landing == 0)  # requests whose bytes are in use
         self._late.shutdown()
         self._completions.close()
@@ -220,14 +219,6 @@ class Pipeline:
                 self.trace.add(WAIT, blocker, begin_s, paused_s=self._updating_s - updating_s, at=pass_.at(index))
             return pass_.events_before(index)
 
-    def _views(self, action: Action) -> dict[str, torch.Tensor]:
-        """Those of DEVICE are lent under the names of the blocks that they are copies of."""
-        return {copied_from(x.block) if x.tier == "DEVICE" else x.block: self._bytes(x) for x in action.operands}
-
-    def _bytes(self, x: Operand) -> torch.Tensor:
-        arena = self.lanes if x.tier == "DEVICE" else self.arena
-        return arena.tensor(x.address, x.address + x.nbytes)
-
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait (the lock is held) until `reached` or a failure, which is raised; ready updates run meanwhile."""
         while self._failure is None and not reached():
@@ -248,10 +239,10 @@ class Pipeline:
                 todo += self._completed(pass_, index)
             elif action.lane == "io":
                 heappush(self._io, (pass_.number, index))
-            elif action.lane == "update":
+            elif action.lane == "update" and not pass_.on_device[index]:
                 heappush(self._updates, (pass_.number, index))
             elif action.lane != "compute":
-                heappush(self._copies, (pass_.number, index))
+                heappush(self._device, (pass_.number, index))
         self._changed.notify_all()
 
     def _completed(self, pass_: Pass, index: int) -> list[Line]:
@@ -273,24 +264,29 @@ class Pipeline:
         """The device has done an action; runs on the thread of its lane."""
         pass_, index = line
         action = pass_.schedule.actions[index]
-        computed = action.lane == "compute"
-        what, nbytes = (COMPUTE, action.nbytes) if computed else (action.verb, action.operands[0].nbytes)
+        what, nbytes = kind_of(action)
         self.trace.add(what, action.name, event.begin_s, nbytes, at=pass_.at(index), end_s=event.end_s)
         with self._changed:
-            self._computing -= computed
+            self._computing -= what == COMPUTE
+            self.updates += what == UPDATE
             del pass_.events[index]
             self._done(pass_, index)
             self._issue()
 
-    def _issue_copies(self) -> None:
-        """Issue copies in list order, each behind the events that it comes after. The lock is held."""
-        while self._copies and self._failure is None and not self._closing:
-            number, index = heappop(self._copies)
+    def _issue_device(self) -> None:
+        """Issue copies and updates in list order, each behind the events that it comes after. The lock is held."""
+        while self._device and self._failure is None and not self._closing:
+            number, index = heappop(self._device)
             pass_ = self._passes[number]
-            action = pass_.schedule.actions[index]
-            source, target = map(self._bytes, action.operands)
+            action, after = pass_.schedule.actions[index], pass_.events_before(index)
             try:
-                event = self.lanes.copy(action.lane, source, target, pass_.events_before(index))
+                if action.lane == "update":
+                    views = self._lender.views(action)
+                    work = partial(self._update, action, views, pass_.context)
+                    event = self.lanes.update(work, list(views.values()), after)
+                else:
+                    source, target = map(self._lender.bytes, action.operands)
+                    event = self.lanes.copy(action.lane, source, target, after)
             except Exception as error:  # on a thread of the engine nobody would hear of it
                 self._failure = error
                 self._changed.notify_all()
@@ -298,9 +294,9 @@ class Pipeline:
             self._issued(pass_, index, event)
 
     def _issue(self) -> None:
-        """Issue copies and submit requests in list order, of these as many as may be in flight. The lock is held."""
-        if self._copies:
-            self._issue_copies()
+        """Issue to the device and submit requests in list order, as many as may be in flight. The lock is held."""
+        if self._device:
+            self._issue_device()
         self._issuing = threading.get_ident()
         while self._failure is None and not self._closing and self._in_flight < self._queue_depth:
             if not self._requests:
@@ -388,10 +384,9 @@ class Pipeline:
         begin_s = time.perf_counter()
         self._changed.release()
         try:
-            self._update(action, self._views(action), pass_.context)
+            self._update(action, self._lender.views(action), pass_.context)
             for x in pass_.written_next(index):
-                view = self.arena.view(x.address, x.address + x.nbytes)
-                self._sums[x.block, x.lo] = self.store.sums(x.block, x.lo, view)
+                self._sums[x.block, x.lo] = self.store.sums(x.block, x.lo, self._lender.view(x))
             self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=pass_.at(index))
         except BaseException as error:
             self.fail(error)

@@ -101,24 +101,26 @@ def make_plan(
     resident: float | None = None,
     device_budget: int | None = None,
     *,
+    update_there: bool = False,
     candidates: Sequence[Knobs] | None = None,
 ) -> Plan:
     """The fastest plan by simulation that keeps the arena within `host_budget` bytes.
 
     resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. device_budget: bytes of a device
-    with memory of its own; None: ops compute on HOST. candidates: knobs to try, quickly; None: the usual ones. Raises
-    `ShortError` with the sum line by line and the smallest budget that works.
+    with memory of its own; None: ops compute on HOST. update_there: updates run on it too. candidates: knobs to try,
+    quickly; None: the usual ones. Raises `ShortError` with the sum line by line and the smallest budget that works.
     """
     knobs, thorough = (_scaled(workload), True) if candidates is None else (candidates, False)
     if device_budget is None:
         return _best(workload, hardware, Budget(host_bytes=host_budget), resident, knobs, thorough)
     budget = Budget(host_bytes=host_budget, device_bytes=device_budget)
-    plan = _best(on_device(workload), hardware, budget, resident, knobs, False)
+    plan = _best(on_device(workload, update=update_there), hardware, budget, resident, knobs, False)
     keep = worth_keeping(workload, _main(workload), device_budget - plan.device_bytes)
     if not keep and not thorough:
         return plan
     try:
-        fuller = _best(on_device(workload, keep), hardware, budget, resident, [plan.knobs], thorough)
+        kept = on_device(workload, keep, update=update_there)
+        fuller = _best(kept, hardware, budget, resident, [plan.knobs], thorough)
     except BudgetError:
         return plan
     return fuller if _better(fuller.timeline, plan.timeline) else plan

@@ -74,6 +74,11 @@ class Action:
         return sum([operand.hi - operand.lo for operand in self.operands])
 
     @property
+    def updates_there(self) -> bool:
+        """True for an update on the device."""
+        return self.lane == "update" and self.operands[0].tier == "DEVICE"
+
+    @property
     def op(self) -> str:
         """Name of the op that the action belongs to, without its tile."""
         return self.name.partition("#")[0]

@@ -20,8 +20,8 @@ from tiering.workload import Lane, Workload
 class Timeline:
     """Predicted figures of one pass in the steady state: seconds and bytes.
 
-    io_s, h2d_s, d2h_s, compute_s, update_s: how long each lane is busy. Where updates and computing share processors,
-    compute_s is both. serial_s: one action after the other.
+    io_s, h2d_s, d2h_s, compute_s, update_s: how long each lane is busy. Where updates and computing share processors
+    (those of the host, or those of the device), compute_s is both. serial_s: one action after the other.
     """
 
     pass_s: float
@@ -77,7 +77,9 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
         assert rate is not None, f"{action} needs a device, and the hardware has none"
         return action.operands[0].nbytes / rate.per_s
     if action.lane == "update":
-        return action.nbytes / hardware.update.per_s
+        rate = hardware.device_update if action.updates_there else hardware.update
+        assert rate is not None, f"{action} needs a device, and the hardware has none"
+        return action.nbytes / rate.per_s
     return op_s[action.op]
 
 
@@ -93,15 +95,14 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
     for action, duration in zip(schedule.actions, cost, strict=True):
         busy[action.lane] += duration
-    beside = hardware.update_beside_compute
-    kept = 1 - hardware.io_steals
-    slowed_s = busy["compute"] + busy["update"] / kept if beside else (busy["compute"] + busy["update"]) / kept
+    shared, kept = sharing(schedule, hardware)
+    slowed_s = (busy["compute"] + busy["update"]) / kept if shared else busy["compute"] + busy["update"] / kept
     return Timeline(
         pass_s=ends[-1] - (ends[-2] if passes > 1 else 0.0),
         io_s=busy["io"],
         h2d_s=busy["h2d"],
         d2h_s=busy["d2h"],
-        compute_s=busy["compute"] + (0.0 if beside else busy["update"]),
+        compute_s=busy["compute"] + (busy["update"] if shared else 0.0),
         update_s=busy["update"],
         serial_s=busy["io"] + busy["h2d"] + busy["d2h"] + slowed_s,
         read_bytes=read,
@@ -109,6 +110,15 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
         h2d_bytes=moved[Verb.H2D] // 2,  # two operands each
         d2h_bytes=moved[Verb.D2H] // 2,
     )
+
+
+def sharing(schedule: Schedule, hardware: Hardware) -> tuple[bool, float]:
+    """Whether updates and computing have the same processors; the share of its speed that an update keeps beside a busy
+    drive.
+    """
+    if any(action.updates_there for action in schedule.actions):
+        return True, 1.0
+    return not hardware.update_beside_compute, 1 - hardware.io_steals
 
 
 def _costs(schedule: Schedule, workload: Workload, hardware: Hardware, *, mixed: bool) -> list[float]:
@@ -159,8 +169,7 @@ class _Run:
         self.count = len(schedule.actions)
         self.cost = cost
         self.passes = passes
-        self.shared = not hardware.update_beside_compute
-        self.kept = 1 - hardware.io_steals
+        self.shared, self.kept = sharing(schedule, hardware)
         runs = [i for i, a in enumerate(schedule.actions) if a.verb is Verb.RUN and a.lane == "compute"]
         self.gate = runs[-1] if runs else self.count - 1
         self.followers: list[list[int]] = [[] for _ in self.actions]  # those of the next pass: beyond `count`

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tiering.hardware import Hardware
 from tiering.schedule import Schedule, Verb
-from tiering.simulate import Slot, slots
-from tiering.trace import COMPUTE, UPDATE, WAIT, Figures, InPass, Span, figures, name_waits
+from tiering.simulate import Slot, sharing, slots
+from tiering.trace import COMPUTE, UPDATE, WAIT, Figures, InPass, Span, figures, kind_of, name_waits
 from tiering.workload import Workload
 
 SHORTEST_WAIT_S = 1e-9
@@ -32,7 +32,7 @@ class Timetable:
 def timetable(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timetable:
     """The pass that `simulate` reports: the third one in a row, or the only one of a schedule that is not cyclic."""
     found = slots(schedule, workload, hardware)
-    shared = not hardware.update_beside_compute
+    shared, _ = sharing(schedule, hardware)
     updates = [slot for slot in found if schedule.actions[slot.line].lane == UPDATE] if shared else []
     spans = {0: list[Span](), 1: list[Span]()}
     for slot in found:
@@ -47,13 +47,13 @@ def timetable(schedule: Schedule, workload: Workload, hardware: Hardware) -> Tim
 
 def _span(schedule: Schedule, slot: Slot, updates: Sequence[Slot]) -> Span:
     action = schedule.actions[slot.line]
-    what = action.verb if action.verb is not Verb.RUN else UPDATE if action.lane == UPDATE else COMPUTE
+    what, nbytes = kind_of(action)
     return Span(
         what=what,
         name=action.name,
         begin_s=slot.begin_s,
         end_s=slot.end_s,
-        nbytes=action.operands[0].nbytes if action.verb in (Verb.H2D, Verb.D2H) else action.nbytes,
+        nbytes=nbytes,
         paused_s=_shared_s(slot.begin_s, slot.end_s, updates) if what == COMPUTE else 0.0,
         at=InPass(pass_number=-slot.back, schedule=schedule, line=slot.line),
     )

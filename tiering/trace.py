@@ -68,6 +68,14 @@ class Figures:
     d2h_s: float
 
 
+def kind_of(action: Action) -> tuple[str, int]:
+    """`what` of an action's span, and its bytes: of a copy those of one side."""
+    if action.verb in (Verb.H2D, Verb.D2H):
+        return action.verb, action.operands[0].nbytes
+    what = action.verb if action.verb is not Verb.RUN else UPDATE if action.lane == UPDATE else COMPUTE
+    return what, action.nbytes
+
+
 class Trace:
     """Collects spans from all threads until they are taken."""
 

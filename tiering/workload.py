@@ -22,6 +22,8 @@ Tier = Literal["HOST", "DEVICE"]
 
 Lane = Literal["io", "h2d", "compute", "d2h", "update"]
 Moves = Literal["no", "later", "earlier"]
+COPIES: frozenset[Lane] = frozenset(("h2d", "d2h"))
+"""Lanes of copies between HOST and DEVICE."""
 
 
 def pages(nbytes: int) -> int:
@@ -58,7 +60,8 @@ class Touch:
 class Op:
     """One computation, or one copy between HOST and DEVICE (lanes h2d and d2h: reads one block, defines the other).
 
-    A `tiled` op may be cut into tiles: all its blocks have the same layout and size.
+    A `tiled` op may be cut into tiles: all its blocks have the same layout and size. An op in lane "update" is one that
+    nobody enters: tiled on HOST, whole on DEVICE.
 
     `moves` says in which direction the planner may shift the op past others that share no block with it, so that it
     runs beside them. `flops` are floating-point operations of one execution, `seconds` what it was measured to take
@@ -131,7 +134,7 @@ def conflict(a: Op, b: Op) -> bool:
 
 
 def spread(program: Program, lag: int, copies_ahead: int = 1) -> Program:
-    """Shift each movable op past whole ops it does not conflict with, so that it can run beside them: a tiled op past
+    """Shift each movable op past whole ops it does not conflict with, so that it can run beside them: an update past
     up to `lag` of those that compute, a copy past up to `copies_ahead`.
     """
     ops = list(program.ops)
@@ -139,7 +142,7 @@ def spread(program: Program, lag: int, copies_ahead: int = 1) -> Program:
         # Those before this one have moved away from it, so that it still is where it was.
         movable = [(at, op) for at, op in enumerate(ops) if op.moves == direction]
         for at, op in reversed(movable) if direction == "later" else movable:
-            _shift(ops, at, lag if op.tiled else copies_ahead, 1 if direction == "later" else -1)
+            _shift(ops, at, copies_ahead if op.lane in COPIES else lag, 1 if direction == "later" else -1)
     return replace(program, ops=tuple(ops))
 
 
@@ -148,7 +151,7 @@ def _shift(ops: list[Op], at: int, most: int, stride: int) -> None:
     passed = 0
     while passed < most:
         beside += stride
-        if not 0 <= beside < len(ops) or (op.tiled and ops[beside].tiled) or conflict(op, ops[beside]):
+        if not 0 <= beside < len(ops) or op.lane == ops[beside].lane == "update" or conflict(op, ops[beside]):
             break
         if ops[beside].computes:
             passed += 1

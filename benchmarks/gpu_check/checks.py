@@ -39,7 +39,7 @@ CHECKS = (
     _check(
         DEVICE, "the GPU, its driver and its link, torch, packages, GPUDirect Storage", ("torch",), 60, "facts:facts"
     ),
-    _check("lanes", "schedules on three streams come to the bytes of the plain program", _LANES, 60, "order:order"),
+    _check("lanes", "schedules on four streams come to the bytes of the plain program", _LANES, 60, "order:order"),
     _check("copies", "rates to the GPU, from it and both at once, as a run copies", _LANES, 40, "rates:copies"),
     _check("overlap", "copies both ways and computing hide one another", _LANES, 40, "overlap:overlap"),
     _check("bitwise", "models of every kind equal the plain loop bit for bit", _RUN, 120, "runs:bitwise"),

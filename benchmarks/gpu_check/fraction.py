@@ -5,8 +5,8 @@ Not here: the same on the CPU (`benchmarks/step.py`), whether the lanes overlap 
 
 `limit_s` is the longest of five, each alone: *compute* (units timed one by one on the device), *h2d* and *d2h* (the
 step's own copies, with nothing to wait for), *io* (its own requests to the drive), *update* (AdamW at its measured
-rate: the CPU does it). `fraction = limit_s / step_s`. `plain_step_s` is a loop that keeps everything on the GPU, AdamW
-too; it computes nothing twice and is no bound.
+rate; where the device does it, *compute* has it too). `fraction = limit_s / step_s`. `plain_step_s` is a loop that
+keeps everything on the GPU, AdamW too; it computes nothing twice and is no bound.
 """
 
 import gc
@@ -139,6 +139,7 @@ def _measured(
         "predicted_step_s": timeline.pass_s,
         "predicted_limit_s": timeline.limit_s,
         "predicted_bound": timeline.bottleneck,
+        "update_on": "device" if prepared.updates_there else "host",
         "h2d_bytes": timeline.h2d_bytes,
         "d2h_bytes": timeline.d2h_bytes,
         "io_bytes": timeline.read_bytes + timeline.written_bytes,

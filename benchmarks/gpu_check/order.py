@@ -1,6 +1,6 @@
 """Schedules carried out on a device by a loop of a few lines come to the bytes of the program they are made from.
 
-Scope: `order`; a plan of a made-up model, its actions issued in list order on the lanes, the same ops on the CPU.
+Scope: `order`; plans of a made-up model, their actions issued in list order on the lanes, the same ops on the CPU.
 Not here: the pipeline (the tests marked gpu run it), rates.
 
 What an op computes is integer arithmetic, so that the device and the CPU agree in every bit. The list is one legal
@@ -10,6 +10,7 @@ events: bytes that come out wrong then show that this check would see a missing 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -42,9 +43,11 @@ def order(rig: Rig) -> dict[str, Any]:
     roomy = _plan(workload, max(least.device_bytes, rig.sized(1 << 30, 1 / 2)))
     wrong: dict[str, list[str]] = {}
     seen = 0
+    updates = _plan(workload, None, update_there=True)
+    plans = {"tight": least, "roomy": roomy, "updates there": updates}
     for rounds in (1, SLOW):
         wanted = _interpreted(workload, rounds)
-        for name, plan in (("tight", least), ("roomy", roomy)):
+        for name, plan in plans.items():
             differing = _unlike(wanted, _carried_out(plan, rig, rounds, waits=True))
             if differing:
                 wrong[f"{name}, {rounds} rounds"] = differing
@@ -52,11 +55,11 @@ def order(rig: Rig) -> dict[str, Any]:
     return {
         "ok": not wrong,
         "why": f"other bytes than the program's: {wrong}" if wrong else "",
-        "actions": {"tight": len(least.schedules["step"].actions), "roomy": len(roomy.schedules["step"].actions)},
-        "device_bytes": {"tight": least.device_bytes, "roomy": roomy.device_bytes},
+        "actions": {name: len(plan.schedules["step"].actions) for name, plan in plans.items()},
+        "device_bytes": {name: plan.device_bytes for name, plan in plans.items()},
         "host_bytes": roomy.host_bytes,
         "passes": PASSES,
-        "seen_without_events": f"{seen} of 4",
+        "seen_without_events": f"{seen} of {2 * len(plans)}",
     }
 
 
@@ -70,17 +73,17 @@ def _workload(rig: Rig) -> Workload:
     return training_workload(units, deferred=False)
 
 
-def _plan(workload: Workload, device_bytes: int | None) -> Plan:
+def _plan(workload: Workload, device_bytes: int | None, *, update_there: bool = False) -> Plan:
     """Everything at home in HOST; None: the least of the device that works."""
     link = Rate(per_s=1e10, source="assumed", how="any: only the order matters")
-    hardware = replace(assumed_hardware(), h2d=link, d2h=link)
+    hardware = replace(assumed_hardware(), h2d=link, d2h=link, device_update=link)
     whole = 4 * sum(block.nbytes for block in workload.blocks.values())
     try:
-        return make_plan(workload, hardware, whole, 1.0, device_budget=device_bytes or 0)
+        return make_plan(workload, hardware, whole, 1.0, device_budget=device_bytes or 0, update_there=update_there)
     except ShortError as short:
         if device_bytes is not None:
             raise
-        return make_plan(workload, hardware, whole, 1.0, device_budget=short.needed_bytes)
+        return make_plan(workload, hardware, whole, 1.0, device_budget=short.needed_bytes, update_there=update_there)
 
 
 def _first_state(workload: Workload) -> dict[str, torch.Tensor]:
@@ -159,6 +162,9 @@ class _Loop:
         if action.verb is Verb.DROP:
             return after
         given = after if self._waits else []
+        if action.lane == "update":
+            work = partial(_compute, self._ops[action.op], list(self._views(action)), self._rounds)
+            return [self._lanes.update(work, [self._bytes(x) for x in action.operands], given)]
         if action.lane != "compute":
             source, target = (self._bytes(x) for x in action.operands)
             return [self._lanes.copy(action.lane, source, target, given)]
@@ -181,16 +187,17 @@ def _wait(events: Sequence[Event]) -> None:
 
 
 def _compute(op: Op, operands: Sequence[tuple[torch.Tensor, bool, bool]], rounds: int) -> None:
-    """What `op` makes of (words, reads, writes): word by word where it is tiled, else of all words of all it reads."""
+    """What `op` makes of (words, reads, writes): word by word if it is an update, else of all words of all it reads."""
+    tiled = op.lane == "update"
     salt = crc32(op.name.encode())
     read = [words.to(torch.int64) * (number + 3) for number, (words, reads, _) in enumerate(operands) if reads]
     for number, (words, _, writes) in enumerate(operands):
         if not writes:
             continue
-        mixed = torch.zeros_like(words, dtype=torch.int64) if op.tiled else _places(words)
+        mixed = torch.zeros_like(words, dtype=torch.int64) if tiled else _places(words)
         for found in read:
-            mixed = mixed + (found if op.tiled else (found * _places(found)).sum())
-        for turn in range(1 if op.tiled else rounds):
+            mixed = mixed + (found if tiled else (found * _places(found)).sum())
+        for turn in range(1 if tiled else rounds):
             mixed = (mixed * 1103515245 + salt + number + turn) & _MASK
         words.copy_(mixed.to(torch.int32))
 

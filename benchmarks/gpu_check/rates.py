@@ -100,7 +100,7 @@ def disk(rig: Rig) -> dict[str, Any]:
 
 
 def compute(rig: Rig) -> dict[str, Any]:
-    """FLOP/s in true FP32 and how far a product is from its exact value; bytes/s of AdamW on the CPU, 16 an element."""
+    """FLOP/s in true FP32 and how far a product is from its exact value; bytes/s of AdamW, 16 an element."""
     from megatrain.exactness import compute_exactly
     from tiering.measure_memory import compute_rate, host_copy_rate, product_shape, update_elements, update_rate
 
@@ -117,6 +117,7 @@ def compute(rig: Rig) -> dict[str, Any]:
         "matmul_error": error,
         "adamw_cpu_per_s": update.per_s,
         "adamw_cpu_how": update.how,
+        "adamw_device_per_s": update_rate(update_elements(rig.sized(1 << 30, 1 / 2)), device=rig.device).per_s,
         "host_copy_per_s": copied.per_s,
         "cpu_threads": torch.get_num_threads(),
     }

@@ -26,27 +26,32 @@ STEPS = 3
 TIGHT = {"tiers.resident": 0, "tiers.host_memory": 8 * MiB, "optimizer.lr": 0.01}
 CLIP = 0.5
 ROOMY_HOST_BYTES, SMALL_HOST_BYTES = 2048 * MiB, 160 * MiB
+UPDATED_THERE = 2
+"""Models whose updates are made on the device too."""
 LEAST_LEFT_S = 15.0
 """A comparison is not begun with less time than this."""
 
 
 def bitwise(rig: Rig) -> dict[str, Any]:
     """Every model of the tests against the plain loop on the same device: without clipping and whole, with clipping in
-    four micro-batches; a model with tied weights in one.
+    four micro-batches; a model with tied weights in one. Updates by the CPU, and of the first models by the device too.
     """
     models, tied = tested_models()
     same: list[str] = []
     wrong: dict[str, Any] = {}
     left_out: list[str] = []
-    cases = [(name, clip) for clip in (None, CLIP) for name in models]
-    for name, clip in cases:
+    clips, some = (None, CLIP), list(models)[:UPDATED_THERE]
+    cases = [(name, clip, "host") for clip in clips for name in models]
+    cases += [(name, clip, "device") for clip in clips for name in some]
+    for name, clip, place in cases:
         micro_batch = 1 if clip is not None and name not in tied else 4
-        case = f"{name}, {'fused' if clip is None else 'clipped'}, {4 // micro_batch} micro-batches"
+        mode = "fused" if clip is None else "clipped"
+        case = f"{name}, {mode}, {4 // micro_batch} micro-batches, updates on the {place}"
         if rig.left_s() < LEAST_LEFT_S:
             left_out.append(case)
             continue
-        changes = {**TIGHT, "train.max_grad_norm": clip, "train.micro_batch": micro_batch}
-        result = verify(run_of(rig, f"{name}-{micro_batch}-{clip}", models[name], changes), STEPS, QUIET)
+        changes = {**TIGHT, "train.max_grad_norm": clip, "train.micro_batch": micro_batch, "train.update_on": place}
+        result = verify(run_of(rig, f"{name}-{micro_batch}-{clip}-{place}", models[name], changes), STEPS, QUIET)
         if result["identical"]:
             same.append(case)
         else:

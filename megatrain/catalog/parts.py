@@ -7,7 +7,7 @@ Not here: the figures (`part_tables.py`), measured rates (`tiering/measure.py`).
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 
@@ -35,7 +35,9 @@ EXAMPLE = "'4x(7.0,6.0)' is four drives of 7.0 GB/s read and 6.0 GB/s write; '2x
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """compute: FLOP/s in FP32. bandwidth: bytes/s of its own memory. h2d, d2h: bytes/s of copies, each way alone."""
+    """compute: FLOP/s in FP32. bandwidth: bytes/s of its own memory. h2d, d2h: bytes/s of copies, each way alone.
+    update: bytes/s of all operands of an update.
+    """
 
     name: str
     memory_bytes: int
@@ -43,6 +45,7 @@ class Gpu:
     bandwidth: Rate
     h2d: Rate
     d2h: Rate
+    update: Rate
 
 
 def find_gpu(text: str) -> Gpu:
@@ -52,13 +55,20 @@ def find_gpu(text: str) -> Gpu:
     link = sheet.link or PCIE_LANE_GB_PER_S[sheet.pcie] * sheet.lanes
     kind = "NVLink-C2C" if sheet.link else f"PCIe {sheet.pcie} x{sheet.lanes}"
     copies = _share(link * GB, LINK_SHARE, f"{SHEET}: {kind}, {link:.1f} GB/s")
+    bandwidth = _share(sheet.bandwidth * GB, BANDWIDTH_SHARE, f"{SHEET}: {sheet.bandwidth} GB/s")
+    update = replace(
+        bandwidth,
+        per_s=bandwidth.per_s * UPDATE_SHARE,
+        how=f"its memory moves {bandwidth.per_s / GB:.0f} GB/s, 28 bytes for 16 updated",
+    )
     return Gpu(
         name=name,
         memory_bytes=round(sheet.memory * 2**30),
         compute=_share(sheet.fp32 * 1e12, COMPUTE_SHARE, f"{SHEET}: {sheet.fp32} TFLOP/s in FP32"),
-        bandwidth=_share(sheet.bandwidth * GB, BANDWIDTH_SHARE, f"{SHEET}: {sheet.bandwidth} GB/s"),
+        bandwidth=bandwidth,
         h2d=copies,
         d2h=copies,
+        update=update,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.programs import ACTIVATION, KINDS
-from tiering.device import NEAR
+from tiering.device import NEAR, updates_there
 from tiering.hardware import RATE_UNITS, Drive, Hardware
 from tiering.plan import Line, Plan
 from tiering.schedule import Schedule, Verb
@@ -135,6 +135,11 @@ class Forecast:
         """Seconds until `total_tokens` are done."""
         return None if self.total_tokens is None else self.total_tokens / self.tokens_per_s
 
+    @property
+    def updates_there(self) -> bool:
+        """True where updates run on the device."""
+        return updates_there(self.plan.workload)
+
     def main(self) -> Schedule:
         """The schedule that the steps repeat."""
         schedules = self.plan.schedules.values()
@@ -204,7 +209,8 @@ class Forecast:
         tokens. So does what computing takes, but for the update where it shares the processors.
         """
         timeline, hardware = self.plan.timeline, self.hardware
-        fixed_s = 0.0 if hardware.update_beside_compute else timeline.update_s
+        shared = self.updates_there or not hardware.update_beside_compute
+        fixed_s = timeline.update_s if shared else 0.0
         per_token_s = (timeline.compute_s - fixed_s) / self.tokens
         most = 0.0
         for lane_s, moving_s in self._activation_seconds().values():
@@ -276,6 +282,7 @@ class Forecast:
             "export_bf16_bytes": BF16_BYTES * self.parameters,
             **self._step_json(),
             "update": "deferred" if self.deferred else "fused",
+            "update_on": "device" if self.updates_there else "host",
             "late_updates": self.late_share(),
             "lookahead": self.plan.knobs.lookahead,
             "lag": self.plan.knobs.lag,

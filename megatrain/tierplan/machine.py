@@ -85,7 +85,7 @@ def _host(file: HardwareFile | None) -> Hardware:
 
 
 def _on_gpu(gpu: str | None, file: HardwareFile | None) -> tuple[Hardware, str, int]:
-    """Rates, name and memory of the card; the update stays on the host's cores."""
+    """Rates, name and memory of the card; updates run on the host's cores or on it."""
     if gpu is None:
         if file is None or file.device is None:
             raise UserError("--device-memory alone says nothing of the card's speed. Fix: --gpu rtx4090 beside it")
@@ -94,6 +94,7 @@ def _on_gpu(gpu: str | None, file: HardwareFile | None) -> tuple[Hardware, str, 
     host = _host(file)
     # What I/O takes from computing was measured on the cores that it shares; a card has its own.
     base = replace(host, compute=card.compute, h2d=card.h2d, d2h=card.d2h, update_beside_compute=True, io_steals=0.0)
+    base = replace(base, device_update=card.update)
     return base, card.name, card.memory_bytes
 
 

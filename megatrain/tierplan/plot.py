@@ -79,7 +79,8 @@ def _lines(axes: Any, points: Sequence[Point], unit_s: float) -> None:
 
 def _shared(points: Sequence[Point]) -> bool:
     """True where the update is part of compute."""
-    return not _forecast(points[0]).hardware.update_beside_compute
+    first = _forecast(points[0])
+    return first.updates_there or not first.hardware.update_beside_compute
 
 
 def _time_unit(points: Sequence[Point]) -> tuple[str, float]:

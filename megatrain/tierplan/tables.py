@@ -103,8 +103,10 @@ def _links(forecast: Forecast) -> Table:
     if "h2d" in rates and "d2h" in rates:
         row("PCIe to device", format_size(timeline.h2d_bytes), "h2d", timeline.h2d_s)
         row("PCIe to host", format_size(timeline.d2h_bytes), "d2h", timeline.d2h_s)
-    beside = forecast.hardware.update_beside_compute
-    row("update (AdamW)", format_size(16 * forecast.parameters), "update", timeline.update_s)
+    there = forecast.updates_there
+    beside = forecast.hardware.update_beside_compute and not there
+    where, rate = ("update (AdamW, device)", "device_update") if there else ("update (AdamW)", "update")
+    row(where, format_size(16 * forecast.parameters), rate, timeline.update_s)
     label = "compute" if beside else "compute and update"
     row(label, f"{forecast.flops / 1e12:,.4g} TFLOP", "compute", timeline.compute_s)
     return table
@@ -115,10 +117,11 @@ def _busy(busy_s: float, step_s: float) -> tuple[str, str]:
 
 
 def _update_mode(forecast: Forecast) -> str:
+    where = "" if forecast.device is None else " on the device" if forecast.updates_there else " on the host"
     if forecast.deferred:
-        return "deferred (clipping)"
+        return f"deferred (clipping){where}"
     late = forecast.late_share()
-    return f"fused, {late:.0%} of it in the next forward" if late else "fused"
+    return f"fused{where}, {late:.0%} of it in the next forward" if late else f"fused{where}"
 
 
 def _flops(per_s: float) -> str:
@@ -210,5 +213,6 @@ RATE_NAMES = {
     "update": "update (AdamW on the CPU)",
     "h2d": "PCIe to device",
     "d2h": "PCIe to host",
+    "device_update": "update (AdamW on the device)",
 }
 """Names of a machine's rates as people read them."""
