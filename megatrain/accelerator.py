@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatrain.config import RunConfig
+from megatrain.config import Precision, RunConfig
 from megatrain.environment import Cuda, cuda_facts, pin_limit
 from megatrain.errors import UserError
 from megatrain.exactness import compute_exactly
+from megatrain.precision import compute_dtype
 from tiering.cuda import CudaLanes
 from tiering.lanes import Lanes
 from tiering.measure_device import DeviceRates, quick_device_rates
@@ -43,16 +44,20 @@ class Accelerator:
 def find_accelerator(run: RunConfig) -> Accelerator | None:
     """The device of `device: cuda`, or of `auto` where there is one; None: the CPU computes.
 
-    Raises UserError where `cuda` is asked for and torch sees none.
+    Raises UserError where `cuda` is asked for and torch sees none, and for a precision that only a device has.
     """
-    if run.device == "cpu":
-        return None
-    cuda = cuda_facts()
+    cuda = Cuda() if run.device == "cpu" else cuda_facts()
     if cuda.device:
-        return _cuda()
-    if run.device == "auto":
-        return None
-    raise UserError(f"device: cuda: {cuda.why}. Fix: {_fix(cuda)}")
+        return _cuda(run.train.precision)
+    if run.device == "cuda":
+        raise UserError(f"device: cuda: {cuda.why}. Fix: {_fix(cuda)}")
+    if run.train.precision == "tf32":
+        why = "device: cpu" if run.device == "cpu" else cuda.why or "torch sees no GPU"
+        raise UserError(
+            f"train.precision: tf32: a mode of the matrix units of a GPU, and the CPU computes this run ({why}). "
+            "Fix: train.precision: fp32, or bf16"
+        )
+    return None
 
 
 def why_none(run: RunConfig) -> str:
@@ -73,9 +78,9 @@ def _fix(cuda: Cuda) -> str:
     return "device: cpu, or a machine with a GPU and a build of torch for CUDA"
 
 
-def _cuda() -> Accelerator:
-    """The first CUDA device. Everything of this process computes exactly from here on."""
-    compute_exactly()
+def _cuda(precision: Precision) -> Accelerator:
+    """The first CUDA device. Everything of this process computes exactly from here on, as far as `precision` goes."""
+    compute_exactly(tf32=precision == "tf32")
     device = torch.device("cuda", 0)
     module = torch.get_device_module(device)
     free_bytes, memory_bytes = module.mem_get_info(device)
@@ -85,7 +90,7 @@ def _cuda() -> Accelerator:
         memory_bytes=memory_bytes,
         free_bytes=free_bytes,
         lanes=partial(CudaLanes, device.index, pin_limit_bytes=pin_limit(os.environ)),
-        rates=partial(quick_device_rates, device),
+        rates=partial(quick_device_rates, device, dtype=compute_dtype(precision)),
         count=module.device_count(),
     )
 

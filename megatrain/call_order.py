@@ -67,11 +67,13 @@ def _seen_calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple[li
 
 
 @contextmanager
-def weightless(modules: Sequence[nn.Module], device: torch.device = _CPU) -> Iterator[None]:
+def weightless(
+    modules: Sequence[nn.Module], device: torch.device = _CPU, dtype: torch.dtype = torch.float32
+) -> Iterator[None]:
     """Inside, the modules' own parameters are zeros that take no memory (every element is the same one) of `device`."""
     kept = [(m, name, parameter) for m in modules for name, parameter in m._parameters.items() if parameter is not None]
     for module, name, parameter in kept:
-        module._parameters[name] = torch.zeros((), device=device).expand(parameter.shape)  # type: ignore[assignment]
+        module._parameters[name] = torch.zeros((), device=device, dtype=dtype).expand(parameter.shape)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -56,6 +56,8 @@ _KEYS_OF_KIND = {"chat": ("datasets", "split", "chat_template", "train_on", "pac
 _LATER_KEYS = {"no_decay", "schedule", "warmup_steps", "schedule_steps", "min_lr"}
 _NUMERIC_OF_KIND = {"chat": ("train_on", "packing")}
 _Unit = Annotated[Float, Field(ge=0, lt=1)]
+Precision = Literal["fp32", "tf32", "bf16"]
+"""What a forward and a backward compute in. Weights, gradients and moments are FP32 in each of them."""
 
 
 class _Section(BaseModel):
@@ -157,6 +159,7 @@ class TrainConfig(_Section):
     loss_chunk: Annotated[Int, Field(ge=1)] | None = None
     compile: bool = False
     max_grad_norm: Annotated[Float, Field(gt=0)] | None = None
+    precision: Precision = "fp32"
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     commit_every: AutoSteps = None
     eval_every: Annotated[Int, Field(ge=0)] = 0
@@ -304,7 +307,8 @@ class RunConfig(_Section):
         model: dict[str, Any] = {"config": self.model.json_config(), "from_scratch": self.model.path is None}
         optimizer = self.optimizer.model_dump(mode="json", exclude=_LATER_KEYS)
         # What is not set is no item: stores that were made before there was such a key go on.
-        train |= self.train.model_dump(mode="json", include={"loss_chunk", "compile"}, exclude_defaults=True)
+        said = {"loss_chunk", "compile", "precision"}
+        train |= self.train.model_dump(mode="json", include=said, exclude_defaults=True)
         model |= self.model.model_dump(mode="json", include={"freeze"}, exclude_defaults=True)
         optimizer |= self.optimizer.model_dump(mode="json", include=_LATER_KEYS, exclude_defaults=True)
         return {

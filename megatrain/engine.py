@@ -13,6 +13,7 @@ from megatrain.config import RunConfig
 from megatrain.inputs import Inputs
 from megatrain.model import Slice, Units
 from megatrain.optim import GradientNorm, NonFiniteError, Update, clip_scale
+from megatrain.precision import compute_dtype
 from megatrain.schedules import lr_at
 from megatrain.stream import StreamedModel
 from tiering.device import updates_there
@@ -48,12 +49,19 @@ class StepEngine:
         self.updates = updates
         device = manager.lanes.device
         self.model = StreamedModel(
-            units, manager.op, self._gradient_ready, manager.catch_up, device=device, computed=manager.computed
+            units,
+            manager.op,
+            self._gradient_ready,
+            manager.catch_up,
+            device=device,
+            computed=manager.computed,
+            dtype=compute_dtype(run.train.precision),
         )
         self._there = updates_there(manager.plan.workload)
         self._norm = GradientNorm(units, device, flags=self._there)
         owners = frozenset(unit.name for unit in units if unit.nbytes)
-        self._late = frozenset(block.unit for block in manager.plan.workload.of_life("carried"))
+        carried = manager.plan.workload.of_life("carried")
+        self._late = frozenset(block.unit for block in carried if block.kind == "grad")
         self._at_once = owners - self._late
         self._pending: Update | None = None
         self._skipped_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Settings under which true FP32 is computed, with the same bits each time it is asked for.
+"""Settings under which true FP32, or TF32, is computed, with the same bits each time it is asked for.
 
 Scope: the switches of torch and cuBLAS that decide it, for a run and for the plain loop that it is compared with.
 Not here: which device computes (`accelerator.py`), random numbers (`random_state.py`).
@@ -21,11 +21,14 @@ _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
-def compute_exactly() -> None:
-    """From now on, in this process. Before the device has computed anything: cuBLAS looks once."""
+def compute_exactly(*, tf32: bool = False) -> None:
+    """From now on, in this process. Before the device has computed anything: cuBLAS looks once.
+
+    tf32: matrix products of FP32 numbers drop 13 bits of each factor. They give the same bits each time too.
+    """
     os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
-    torch.set_float32_matmul_precision("highest")  # no TF32 in matrix products
-    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first

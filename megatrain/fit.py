@@ -65,10 +65,11 @@ def refuse_budget(run: RunConfig, sizes: list[UnitSize], *, has_device: bool | N
 
     has_device: ops compute on a device with memory of its own; None: that is not known yet.
     """
-    workload = training_workload(sizes, deferred=run.train.max_grad_norm is not None)
+    deferred, bf16 = run.train.max_grad_norm is not None, run.train.precision == "bf16"
+    workload = training_workload(sizes, deferred=deferred, bf16=bf16)
     # With updates on the host a device asks for no less of HOST than none, with updates of its own it may.
     tried = [on_device(workload) if has_device else workload]
-    if has_device is not False and run.train.update_on != "host":
+    if has_device is not False and run.train.update_on != "host" and not bf16:
         there = on_device(workload, update=True)
         tried = [there] if run.train.update_on == "device" else [*tried, there]
     first: BudgetError | None = None

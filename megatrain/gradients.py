@@ -11,18 +11,26 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatrain.model import Slice, Unit
+from megatrain.precision import weight_kind
 from megatrain.programs import block_name
 
 
 class GradientSink:
     """Leaves for a unit's parameters whose gradients go straight into the unit's lent gradient blocks.
 
-    The first contribution of a step defines the bytes, later ones are added in order: the arithmetic of `.grad`.
+    The first contribution of a step defines the bytes, later ones are added in order: the arithmetic of `.grad`. Blocks
+    of gradients are FP32: those of BF16 weights become FP32 before they are added.
     """
 
     def __init__(
-        self, unit: Unit, views: Mapping[str, torch.Tensor], begun: set[str], pause: Callable[[], None]
+        self,
+        unit: Unit,
+        views: Mapping[str, torch.Tensor],
+        begun: set[str],
+        pause: Callable[[], None],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """dtype: of the lent weights."""
         self._pause = pause
         self.leaves: dict[Slice, torch.Tensor] = {}
         self._targets: dict[Slice, torch.Tensor] = {}
@@ -32,7 +40,7 @@ class GradientSink:
             place = binding.slice
             if place in self.leaves:
                 continue
-            leaf = place.of(views[block_name(binding.unit, "weight")]).detach()
+            leaf = place.of(views[block_name(binding.unit, weight_kind(dtype))], dtype).detach()
             self.leaves[place] = leaf
             if binding.frozen:
                 continue

@@ -47,9 +47,9 @@ class Slice(TensorSpec):
     def numel(self) -> int:
         return prod(self.shape)
 
-    def of(self, block: torch.Tensor) -> torch.Tensor:
-        """The parameter as a view of its unit's block (flat uint8)."""
-        return block.view(torch.float32)[self.offset : self.offset + self.numel].view(self.shape)
+    def of(self, block: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The parameter as a view of its unit's block (flat uint8), which holds numbers of `dtype`."""
+        return block.view(dtype)[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """AdamW on tiles, and the global gradient norm, bit for bit as torch computes them.
 
-Scope: `TiledAdamW` (the fused kernel on the parts of parameters that lie in a tile), `GradientNorm` (as
-`clip_grad_norm_`), the error for a gradient that is not finite.
+Scope: `TiledAdamW` (the fused kernel on the parts of parameters that lie in a tile, and the BF16 copy of that tile),
+`GradientNorm` (as `clip_grad_norm_`), the error for a gradient that is not finite.
 Not here: when a tile is updated (`programs.py`, `tiering`), the learning rate of a step (`schedules.py`).
 
 Source of the equality: the fused CPU kernel works in units of 16 elements, so cutting a tensor at multiples of 16
@@ -25,7 +25,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 from megatrain.config import OptimizerConfig
 from megatrain.errors import UserError
 from megatrain.model import Slice, Unit, Units
-from megatrain.programs import block_name
+from megatrain.programs import CAST, WEIGHT_BF16, block_name
 from megatrain.schedules import lr_at
 from tiering.errors import TieringError
 from tiering.schedule import Action
@@ -63,13 +63,17 @@ class TiledAdamW:
         self._kept = undecayed(units, config.no_decay)
 
     def __call__(self, action: Action, views: Mapping[str, torch.Tensor], updates: Mapping[str, Update]) -> None:
-        """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8).
-        On a device it waits for nothing, and takes memory for a few numbers.
+        """Update the tile that `action` names; `views` hold its bytes of weight, grad and both moments (flat uint8),
+        and those of the weight's BF16 copy where there is one. A tile of `CAST` only makes that copy. On a device it
+        waits for nothing, and takes memory for a few numbers.
 
         updates: by unit name, the step whose gradient its grad block holds.
         """
         x = action.operands[0]
         unit = x.block.rpartition("/")[0]
+        if action.op == f"{CAST}.{unit}":
+            _round(unit, views)
+            return
         update = updates[unit]
         flag = None
         if not action.updates_there:
@@ -83,6 +87,7 @@ class TiledAdamW:
             parts = list(_parts(group, x.lo // 4, x.hi // 4))
             if parts:
                 self._update(unit, parts, views, update, self.config.weight_decay if decays else 0.0, flag)
+        _round(unit, views)
 
     def _update(
         self,
@@ -118,6 +123,14 @@ class TiledAdamW:
             maximize=False,
             found_inf=flag,
         )
+
+
+def _round(unit: str, views: Mapping[str, torch.Tensor]) -> None:
+    """The BF16 copy of a tile of weights, to nearest even; nothing where a run has no such copies."""
+    copy = views.get(block_name(unit, WEIGHT_BF16))
+    if copy is not None:
+        weight = views[block_name(unit, "weight")].view(torch.float32)
+        copy.view(torch.bfloat16)[: len(weight)].copy_(weight)  # half of an odd page leaves half a page unused
 
 
 def _parts(slices: Sequence[Slice], lo: int, hi: int) -> Iterator[tuple[int, int]]:

@@ -26,6 +26,7 @@ from megatrain.fit import drives_of, host_budget, in_settings, refuse_budget, re
 from megatrain.heap import Heap
 from megatrain.loss import refuse_uncuttable
 from megatrain.model import Units
+from megatrain.precision import compute_dtype, set_dtype
 from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
@@ -38,6 +39,7 @@ from tiering.hardware import Drive, Hardware, Rate, assumed_hardware
 from tiering.hardware_file import load
 from tiering.lanes import Lanes
 from tiering.measure import busy_drive, io_steals, measure, measure_drives, shared, stolen
+from tiering.measure_memory import compute_rate, product_shape
 from tiering.plan import Line, Plan, make_plan
 from tiering.posix import PosixEngine
 from tiering.store import JSON
@@ -118,7 +120,9 @@ def prepare(
     if run.train.loss_chunk is not None:
         refuse_uncuttable(units, "train.loss_chunk")
     buffer_bytes = move_buffers(units.model, device)
-    costs = profile(units, run.train.micro_batch, run.data.seq_len, run.train.loss_chunk, device)
+    dtype = compute_dtype(run.train.precision)
+    set_dtype(units.model, dtype)
+    costs = profile(units, run.train.micro_batch, run.data.seq_len, run.train.loss_chunk, device, dtype)
     micro_batches = run.train.batch // run.train.micro_batch
     refuse_budget(run, _costed(units, costs, {}, micro_batches), has_device=accelerator is not None)
     own: tuple[Line, ...] = (Line(what="threads and bookkeeping", nbytes=WORKING_ROOM),)
@@ -192,6 +196,7 @@ def _planned(
             deferred=run.train.max_grad_norm is not None,
             late=None if run.tiers.late_updates == "auto" else run.tiers.late_updates,
             validates=run.data.validation is not None,
+            bf16=run.train.precision == "bf16",
         )
 
 
@@ -219,8 +224,11 @@ def _measured(
     clips = run.train.max_grad_norm is not None
     first = measure(run.tiers.nvme[0], width=width, tokens=tokens, memory=budget, clips=clips)
     hardware, drives = measure_drives(first, run.tiers.nvme, memory=budget)
+    dtype = compute_dtype(run.train.precision)
     if accelerator is not None and room is not None:
         hardware = accelerator.rates(width, tokens, room.budget_bytes, clips).beside(hardware)
+    elif dtype != torch.float32:
+        hardware = replace(hardware, compute=compute_rate(*product_shape(width, tokens, budget), dtype=dtype))
     return hardware, drives, first.compute
 
 
@@ -242,7 +250,8 @@ def _timed(
     if flops / hardware.compute.per_s > MEASURE_MOST_S:
         return {}
     try:
-        return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk, device)
+        dtype = compute_dtype(run.train.precision)
+        return time_units(units, run.train.micro_batch, run.data.seq_len, budget, run.train.loss_chunk, device, dtype)
     except RuntimeError as error:
         if not is_inexact(error):
             raise
@@ -269,6 +278,7 @@ def _stolen(run: RunConfig, units: Units, hardware: Hardware, budget: int, times
                 run.data.seq_len,
                 budget // 2,
                 run.train.loss_chunk,
+                dtype=compute_dtype(run.train.precision),
                 typical=mean,  # now and then an op waits for a thread of the drive's: that is part of it
                 repeats=2 * REPEATS,
             )

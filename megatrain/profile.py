@@ -32,27 +32,33 @@ _CPU = torch.device("cpu")
 
 
 def profile(
-    units: Units, micro_batch: int, seq_len: int, loss_chunk: int | None = None, device: torch.device = _CPU
+    units: Units,
+    micro_batch: int,
+    seq_len: int,
+    loss_chunk: int | None = None,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, UnitCost]:
     """Cost of each unit for a micro-batch of [micro_batch, seq_len] tokens, by unit name.
 
     loss_chunk: tokens of it whose logits exist at a time (None: all). device: that of the model's buffers; its kernels
-    are the ones that are counted, and they take other memory than those of the CPU.
+    are the ones that are counted, and they take other memory than those of the CPU. dtype: of the weights that units
+    compute with.
     """
-    calls = _calls(units, micro_batch, seq_len, device)
+    calls = _calls(units, micro_batch, seq_len, device, dtype)
     known: dict[Any, UnitCost] = {}
     costs: dict[str, UnitCost] = {}
     hidden: torch.Tensor | None = None
     for unit in units:
         if unit.module is None:
             assert hidden is not None
-            costs[unit.name] = _head_cost(units, hidden, loss_chunk)
+            costs[unit.name] = _head_cost(units, hidden, loss_chunk)  # in the type of the hidden states
             continue
         args, kwargs = calls[unit.name]
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         key = (type(unit.module), tuple(s.shape for s in unit.slices), tuple(tuple(t.shape) for t in tensors))
         if key not in known:
-            known[key] = _unit_cost(units, unit, unit.module, args, kwargs, device)
+            known[key] = _unit_cost(units, unit, unit.module, args, kwargs, device, dtype)
         costs[unit.name] = replace(known[key], input_bytes=_input_bytes(tensors))
         hidden = tensors[0] if tensors and tensors[0].is_floating_point() else hidden
     return costs
@@ -61,10 +67,12 @@ def profile(
 def _input_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """The activation among what a unit is called with; position embeddings and masks are made anew in backward."""
     hidden = next(iter(tensors), None)
-    return 4 * hidden.numel() if hidden is not None and hidden.is_floating_point() else 0
+    return hidden.itemsize * hidden.numel() if hidden is not None and hidden.is_floating_point() else 0
 
 
-def _calls(units: Units, micro_batch: int, seq_len: int, device: torch.device) -> dict[str, tuple[Any, Any]]:
+def _calls(
+    units: Units, micro_batch: int, seq_len: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[Any, Any]]:
     """What the base model calls its units with, seen in one real run in which no unit computes."""
     named = {unit.module: unit.name for unit in units if unit.module is not None}
     calls: dict[str, tuple[Any, Any]] = {}
@@ -79,7 +87,7 @@ def _calls(units: Units, micro_batch: int, seq_len: int, device: torch.device) -
     hooks = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in layers if m not in passed]
     try:
         computing = [m for m in layers if m not in passed]
-        with torch.no_grad(), weightless(computing, device), passing_on(passed, seen):
+        with torch.no_grad(), weightless(computing, device, dtype), passing_on(passed, seen):
             base(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -92,14 +100,16 @@ def _sees_ids(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
-def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: Any, device: torch.device) -> UnitCost:
+def _unit_cost(
+    units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: Any, device: torch.device, dtype: torch.dtype
+) -> UnitCost:
     def run(mode: FakeTensorMode) -> torch.Tensor:
         fake_args, fake_kwargs = tree_map(lambda x: _fake(mode, x, device), (args, kwargs))
         outputs, _ = tree_flatten(module(*fake_args, **fake_kwargs))
         result: torch.Tensor = outputs[0]
         return result
 
-    cost = _seen(unit, run, device)
+    cost = _seen(unit, run, device, dtype)
     if cost is not None:
         return cost
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
@@ -111,12 +121,12 @@ def _unit_cost(units: Units, unit: Unit, module: nn.Module, args: Any, kwargs: A
     # hidden size alive a token (a usual layer keeps 15 to 30) and one gradient of the largest parameter.
     flops = 2.0 * rows * seq_len * parameters
     largest = max(place.numel for place in own)
-    workspace = 4 * (32 * rows * seq_len * width + 3 * largest)
+    workspace = dtype.itemsize * (32 * rows * seq_len * width + 3 * largest)
     return UnitCost(
         forward_flops=flops,
         backward_flops=3 * flops,
         workspace_bytes=workspace,
-        output_bytes=4 * rows * seq_len * width,
+        output_bytes=dtype.itemsize * rows * seq_len * width,
         assumed=True,
     )
 
@@ -134,7 +144,7 @@ def _head_cost(units: Units, hidden: torch.Tensor, loss_chunk: int | None) -> Un
         chunk = Chunk(at=at, input_ids=labels, labels=labels, counted=1, following=following)
         return head_loss(units.model, Hidden(last_hidden_state=state.contiguous()), chunk)
 
-    cost = _seen(units.head, run, hidden.device)
+    cost = _seen(units.head, run, hidden.device, hidden.dtype)
     chunks = seq_len / length
     if cost is not None:
         return replace(cost, forward_flops=chunks * cost.forward_flops, backward_flops=chunks * cost.backward_flops)
@@ -148,11 +158,15 @@ def _head_cost(units: Units, hidden: torch.Tensor, loss_chunk: int | None) -> Un
 def _fake(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    fake = mode.from_tensor(value.detach() if value.device.type != "meta" else torch.empty(value.shape, device=device))
+    fake = mode.from_tensor(
+        value.detach() if value.device.type != "meta" else torch.empty(value.shape, device=device, dtype=value.dtype)
+    )
     return fake.requires_grad_() if value.is_floating_point() else fake
 
 
-def _seen(unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor], device: torch.device) -> UnitCost | None:
+def _seen(
+    unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> UnitCost | None:
     """Forward and backward on fake tensors; None if the unit's code looks at values."""
     noise = logging.getLogger("torch._subclasses.fake_tensor")
     level = noise.level
@@ -160,7 +174,8 @@ def _seen(unit: Unit, run: Callable[[FakeTensorMode], torch.Tensor], device: tor
         noise.setLevel(logging.CRITICAL)  # it logs what is raised, with a trace
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             values: dict[Slice, torch.Tensor] = {
-                b.slice: torch.empty(b.slice.shape, device=device, requires_grad=True) for b in unit.bindings
+                b.slice: torch.empty(b.slice.shape, device=device, dtype=dtype, requires_grad=True)
+                for b in unit.bindings
             }
             with bound(unit, values), _quiet_flops() as forward, _Peak() as peak:
                 output = run(mode)

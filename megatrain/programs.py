@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from tiering.workload import Block, Life, Moves, Op, Program, Touch, Workload, make_workload, pages
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+WEIGHT_BF16 = "weight_bf16"
+"""Kind of the copy of a weight that ops compute with in BF16. It is made from the weight, and is in no commit."""
+CAST = "cast"
+"""The program that makes all these copies, before the first step."""
 ACTIVATION = "activation"
 """Kind of the input that a unit's forward leaves for its backward."""
 HEAD = "loss"
@@ -24,8 +28,8 @@ FORWARD = "forward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
-    """A unit as the planner sees it. `nbytes`: its own parameters, padded (0: it owns none). `borrows`: units whose
-    weights it uses too (tied, or frozen). frozen: it computes nothing and has no gradient; others borrow it.
+    """A unit as the planner sees it. `nbytes`: its own parameters in FP32, padded (0: it owns none). `borrows`: units
+    whose weights it uses too (tied, or frozen). frozen: it computes nothing and has no gradient; others borrow it.
     activation_bytes: its input for the whole step (0: token ids, or the head's, which is used at once). Flops and
     measured seconds (0: not measured) of one step: forward alone, and backward with its recompute.
     """
@@ -61,15 +65,22 @@ def late_units(units: Sequence[UnitSize], share: float) -> frozenset[str]:
 
 
 def training_workload(
-    units: Sequence[UnitSize], *, deferred: bool, late: Collection[str] = (), validates: bool = False
+    units: Sequence[UnitSize],
+    *,
+    deferred: bool,
+    late: Collection[str] = (),
+    validates: bool = False,
+    bf16: bool = False,
 ) -> Workload:
     """Programs "step" (cyclic), and where updates are late "first" (nothing pending) and "flush" (updates alone).
 
     units: in the order in which the forward calls them, the head last; frozen ones anywhere. deferred: all updates are
     late. late: names of the units whose update is, where the others are updated in backward. validates: with "forward"
-    too, over the same homes.
+    too, over the same homes. bf16: ops compute with BF16 copies of the weights, which "cast" makes first and every
+    update makes anew.
     """
-    step, frozen = _Step(units), [unit for unit in units if unit.frozen]
+    step, frozen = _Step(units, bf16=bf16), [unit for unit in units if unit.frozen]
+    copied = [unit for unit in units if unit.nbytes] if bf16 else []
     units = step.units
     late = {unit.name for unit in units} if deferred else set(late)
     blocks = [
@@ -77,6 +88,7 @@ def training_workload(
         *_blocks(frozen, KINDS[:1], "durable"),
         *_blocks([unit for unit in units if unit.name in late], ("grad",), "carried"),
         *_blocks([unit for unit in units if unit.name not in late], ("grad",), "local"),
+        *(_copy(unit) for unit in copied),
     ]
     blocks += [
         Block(
@@ -92,8 +104,9 @@ def training_workload(
     names = {unit.name for unit in units}
     backward = tuple(step.backward(update=names - late))
     passes = (*step.forward(leaves=True), *backward)
+    programs = [Program(name=CAST, ops=tuple(map(_cast, copied)))] if copied else []
     # Before the others: an op that two programs have is timed as in the last one, and the head of a step trains.
-    programs = [Program(name=FORWARD, ops=step.forward_only())] if validates else []
+    programs += [Program(name=FORWARD, ops=step.forward_only())] if validates else []
     if not late:
         return make_workload(blocks, [*programs, Program(name="step", ops=passes, cyclic=True)])
     pending = (*step.forward(leaves=True, update=late), *backward)
@@ -125,10 +138,26 @@ def _blocks(units: Sequence[UnitSize], kinds: Sequence[str], life: Life) -> list
     ]
 
 
-class _Step:
-    """units: those that compute."""
+def _copy(unit: UnitSize) -> Block:
+    """Carried: it is as new as the weight, and can be made from it again."""
+    nbytes = pages(unit.nbytes // 2)
+    name = block_name(unit.name, WEIGHT_BF16)
+    return Block(name=name, unit=unit.name, kind=WEIGHT_BF16, nbytes=nbytes, life="carried")
 
-    def __init__(self, units: Sequence[UnitSize]) -> None:
+
+def _cast(unit: UnitSize) -> Op:
+    touches = (
+        Touch(block=block_name(unit.name, "weight"), reads=True, writes=False),
+        Touch(block=block_name(unit.name, WEIGHT_BF16), reads=False, writes=True),
+    )
+    return Op(name=f"{CAST}.{unit.name}", lane="update", touches=touches, tiled=True)
+
+
+class _Step:
+    """units: those that compute. bf16: with copies of the weights."""
+
+    def __init__(self, units: Sequence[UnitSize], *, bf16: bool = False) -> None:
+        self.bf16 = bf16
         self.units = [unit for unit in units if not unit.frozen]
         self.of = {unit.name: unit for unit in units}
 
@@ -141,7 +170,8 @@ class _Step:
         return [name for name in self.used(unit) if not self.of[name].frozen]
 
     def reads(self, unit: UnitSize) -> tuple[Touch, ...]:
-        return tuple(Touch(block=block_name(name, "weight"), reads=True, writes=False) for name in self.used(unit))
+        kind = WEIGHT_BF16 if self.bf16 else "weight"
+        return tuple(Touch(block=block_name(name, kind), reads=True, writes=False) for name in self.used(unit))
 
     def forward(self, *, leaves: bool = False, update: Collection[str] = ()) -> Iterator[Op]:
         """Forward ops of all units but the head. leaves: activations, for a backward. update: units whose update is
@@ -211,4 +241,6 @@ class _Step:
     def update(self, unit: UnitSize, *, moves: Moves) -> Op:
         touches = [Touch(block=block_name(unit.name, kind), reads=True, writes=True) for kind in KINDS]
         touches.append(Touch(block=block_name(unit.name, "grad"), reads=True, writes=False))
+        if self.bf16:
+            touches.append(Touch(block=block_name(unit.name, WEIGHT_BF16), reads=False, writes=True))
         return Op(name=f"upd.{unit.name}", lane="update", touches=tuple(touches), tiled=True, moves=moves)

@@ -7,10 +7,15 @@ On a device the model is there, and so are its gradients, their norm and the cli
 or that of the CPU, on masters that are moved there and back: as the tiered run has it, since the fused kernels of the
 two round in different ways. Both loops need the settings under which a device gives the same bits twice
 (`exactness.py`).
+
+In BF16 the model's parameters are the FP32 masters outside of forward and backward. Inside, each use of a parameter is
+a BF16 copy with a gradient of its own, which becomes FP32 and is added to the master's as soon as backward has it. So
+tied weights are two copies: their gradients are added in FP32, the head's first, since backward comes to it first.
+(One BF16 copy for both uses would add the two in BF16, where most of the smaller one is lost.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -50,6 +55,7 @@ def train_plain(
     compiled: Sequence[str] = (),
     compile_settings: Mapping[str, Any] | None = None,
     update_there: bool = False,
+    bf16: bool = False,
 ) -> Reference:
     """Train `model` (a transformers causal language model in FP32) on `batches`: its own arguments, each [B, S].
     Everything comes back on the CPU, wherever it was computed.
@@ -59,7 +65,7 @@ def train_plain(
     patterns of the names of parameters without weight decay. schedule: arguments of `transformers.get_scheduler`; None:
     the learning rate stays as it is. device: where the model is trained. compiled: names of layers, each a
     graph of `torch.compile` with `compile_settings`, that backward computes again (`torch.utils.checkpoint`).
-    update_there: by AdamW of the device.
+    update_there: by AdamW of the device. bf16: forward and backward compute in BF16.
     """
     model.to(device)
     graph = torch.compile(_layer, **(compile_settings or {})) if compiled else _layer
@@ -82,14 +88,15 @@ def train_plain(
     for number, batch in enumerate(batches):
         supervised = int((batch["labels"][:, 1:] != -100).sum())
         parts = []
-        for begin in range(0, len(batch["labels"]), micro_batch):
-            part = {name: tensor[begin : begin + micro_batch].to(device) for name, tensor in batch.items()}
-            if loss_chunk is not None:
-                parts.append(chunked_backward(model, part, loss_chunk, supervised))
-                continue
-            out = model(**part, use_cache=False, num_items_in_batch=supervised)
-            out.loss.backward()
-            parts.append(out.loss.item())
+        with in_bf16(model) if bf16 else nullcontext():
+            for begin in range(0, len(batch["labels"]), micro_batch):
+                part = {name: tensor[begin : begin + micro_batch].to(device) for name, tensor in batch.items()}
+                if loss_chunk is not None:
+                    parts.append(chunked_backward(model, part, loss_chunk, supervised))
+                    continue
+                out = model(**part, use_cache=False, num_items_in_batch=supervised)
+                out.loss.backward()
+                parts.append(out.loss.item())
         losses.append(sum(parts))
         for parameter in named.values():
             if parameter.grad is None:
@@ -146,6 +153,29 @@ class _Checkpointed:
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError):
             self._runs[with_grad] = _layer
             return _layer(self._layer, *args, **kwargs)
+
+
+@contextmanager
+def in_bf16(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, each use of a parameter of `model` is a BF16 copy of it; gradients arrive in the parameter itself."""
+    kept = [(m, attr, p) for m in model.modules() for attr, p in m._parameters.items() if p is not None]
+    for module, attr, parameter in kept:
+        copy = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=parameter.requires_grad)
+        if parameter.requires_grad:
+            copy.register_post_accumulate_grad_hook(partial(_hand_up, parameter))
+        module._parameters[attr] = copy
+    try:
+        yield
+    finally:
+        for module, attr, parameter in kept:
+            module._parameters[attr] = parameter
+
+
+def _hand_up(parameter: torch.nn.Parameter, copy: torch.Tensor) -> None:
+    """The gradient of a BF16 copy becomes FP32 and is added to that of the parameter."""
+    assert copy.grad is not None
+    gradient, copy.grad = copy.grad.float(), None
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def _masters(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

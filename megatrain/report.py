@@ -18,6 +18,7 @@ from megatrain.config import RunConfig
 from megatrain.keeping import keep_lines
 from megatrain.model import Units
 from megatrain.optim import undecayed
+from megatrain.precision import precision_note
 from megatrain.prepare import Prepared, prepare
 from megatrain.random_state import drew_on_device
 from megatrain.schedules import schedule_lines
@@ -51,6 +52,7 @@ class PlanReport:
             micro_batch=run.train.micro_batch,
             seq_len=run.data.seq_len,
             loss_chunk=run.train.loss_chunk,
+            precision=run.train.precision,
             deferred=run.train.max_grad_norm is not None,
             plan=prepared.plan,
             hardware=hardware,
@@ -128,15 +130,15 @@ def parameter_groups(units: Units, no_decay: Sequence[str]) -> list[str]:
 def device_line(prepared: Prepared) -> str:
     """Which device computes and which one updates, in a line."""
     run, accelerator, room = prepared.run, prepared.accelerator, prepared.room
-    threads = f"{torch.get_num_threads()} threads"
+    threads, precise = f"{torch.get_num_threads()} threads", precision_note(run.train.precision)
     if accelerator is None or room is None:
         note = why_none(run)
-        return f"Device: cpu, {threads} ({run.device}{f'; {note}' if note else ''})"
+        return f"Device: cpu, {threads} ({run.device}{f'; {note}' if note else ''}){precise}"
     which = f", the first of {accelerator.count}" if accelerator.count > 1 else ""
     updates = f"{accelerator.device.type}, AdamW of the device" if prepared.updates_there else f"cpu, {threads}"
     return (
         f"Device: {accelerator.device.type}, {accelerator.name}{which}, {format_size(room.given_bytes)} of "
-        f"{format_size(accelerator.memory_bytes)} ({run.device}); updates: {updates} ({run.train.update_on})"
+        f"{format_size(accelerator.memory_bytes)} ({run.device}); updates: {updates} ({run.train.update_on}){precise}"
     )
 
 

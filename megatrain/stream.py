@@ -29,6 +29,7 @@ from megatrain.inputs import Inputs, on_device, supervised
 from megatrain.loss import Chunk, answering, chunks, head_loss
 from megatrain.masks import are_packed, told_of_packing
 from megatrain.model import Slice, Unit, Units, bound
+from megatrain.precision import weight_kind
 from megatrain.programs import ACTIVATION, HEAD, block_name
 from megatrain.random_state import States, replayed, rng_states
 
@@ -53,14 +54,17 @@ class StreamedModel:
         *,
         device: torch.device = _CPU,
         computed: Callable[[], None] = lambda: None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """pause: called between the operators of a unit, where the thread that computes may do something else. A hook
         inside a unit would cut its graph in two: a compiled one calls only where a weight's gradient is handed on.
         device: where lent blocks and the model's buffers are. computed: called once everything of a step has been
-        issued there; returns when it has been computed, so that its losses can be read at once.
+        issued there; returns when it has been computed, so that its losses can be read at once. dtype: of the lent
+        weights, and so of activations (`weight_kind` says in which blocks they are).
         """
         self.units = units
         self.device = device
+        self.dtype = dtype
         self.model = units.model
         self.by_name = {unit.name: unit for unit in units}
         self._lend = lend
@@ -149,7 +153,8 @@ class StreamedModel:
         return on_device(inputs, self.device)
 
     def _values(self, unit: Unit, views: Mapping[str, torch.Tensor]) -> dict[Slice, torch.Tensor]:
-        return {b.slice: b.slice.of(views[block_name(b.unit, "weight")]) for b in unit.bindings}
+        kind = weight_kind(self.dtype)
+        return {b.slice: b.slice.of(views[block_name(b.unit, kind)], self.dtype) for b in unit.bindings}
 
     def _head(
         self, hidden: torch.Tensor, inputs: Inputs, loss_chunk: int | None
@@ -164,7 +169,7 @@ class StreamedModel:
         losses = []
         unit = self.units.head
         with self._lend(HEAD) as views:
-            sink = GradientSink(unit, views, self._begun, self._pause)
+            sink = GradientSink(unit, views, self._begun, self._pause, self.dtype)
             with bound(unit, sink.leaves):
                 for rows in self._micro_batches():
                     parts = []
@@ -233,13 +238,16 @@ class _Call:
         """True for tensors with a batch axis: only they are cut into micro-batches."""
         return len(self.micro_batches) > 1 and tensor.dim() > 1 and tensor.shape[0] == self.rows
 
-    def activation(self, views: Mapping[str, torch.Tensor], shape: torch.Size) -> torch.Tensor | None:
+    def activation(
+        self, views: Mapping[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """The lent place for the unit's first input, which backward needs; None where the schedule has none for it."""
         block = views.get(block_name(self.unit.name, ACTIVATION))
         if block is None:
             return None
-        assert 4 * shape.numel() <= len(block), f"{self.unit.name} was called with {shape}, {len(block)} bytes planned"
-        return block[: 4 * shape.numel()].view(torch.float32).view(shape)
+        nbytes = dtype.itemsize * shape.numel()
+        assert nbytes <= len(block), f"{self.unit.name} was called with {dtype} {shape}, {len(block)} bytes planned"
+        return block[:nbytes].view(dtype).view(shape)
 
     def run(self, tensors: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
         """The unit's own forward on one micro-batch. An output without a batch axis is repeated for each row."""
@@ -287,11 +295,11 @@ class _Streamed(torch.autograd.Function):
         call.rng = rng_states(owner.device) if _draws(unit) else None
         results = _Rows(call)
         with owner._lend(f"fwd.{unit.name}") as views, bound(unit, owner._values(unit, views)):
-            lent = call.activation(views, tensors[0].shape)
+            lent = call.activation(views, tensors[0].shape, tensors[0].dtype)
             if lent is not None:
                 lent.copy_(tensors[0])
             ctx.save_for_backward(*(tensors if lent is None else tensors[1:]))
-            ctx.input_shape = tensors[0].shape
+            ctx.input_shape, ctx.input_dtype = tensors[0].shape, tensors[0].dtype
             for rows in call.micro_batches:
                 parts = [tensor[rows] if call.split(tensor) else tensor for tensor in tensors]
                 results.put(rows, call.run(parts, rows))
@@ -305,10 +313,10 @@ class _Streamed(torch.autograd.Function):
         collected = [InputGradient() for _ in wanted]
         with owner._lend(f"bwd.{unit.name}") as views, replayed(call.rng, owner.device):
             tensors: tuple[torch.Tensor, ...] = ctx.saved_tensors
-            lent = call.activation(views, ctx.input_shape)
+            lent = call.activation(views, ctx.input_shape, ctx.input_dtype)
             if lent is not None:
                 tensors = (lent, *tensors)
-            sink = GradientSink(unit, views, owner._begun, owner._pause)
+            sink = GradientSink(unit, views, owner._begun, owner._pause, owner.dtype)
             with bound(unit, sink.leaves):
                 for rows in call.micro_batches:
                     parts = [(tensor[rows] if call.split(tensor) else tensor).detach() for tensor in tensors]

@@ -21,6 +21,7 @@ from megatrain.call_order import passing_on
 from megatrain.inputs import every_token
 from megatrain.model import Slice, Unit, Units
 from megatrain.optim import GradientNorm
+from megatrain.precision import weight_kind
 from megatrain.programs import HEAD, block_name
 from megatrain.stream import StreamedModel
 from tiering.arena import Arena
@@ -48,6 +49,7 @@ def time_units(
     memory: int = 0,
     loss_chunk: int | None = None,
     device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
     *,
     typical: Callable[[Iterable[float]], float] = median,
     repeats: int = REPEATS,
@@ -58,12 +60,13 @@ def time_units(
 
     Takes the memory of the largest unit's weights and gradients, and of one micro-batch; before the arena exists. With
     more `memory` (bytes) every op is lent other bytes than the one before: in a run weights come from memory, not from
-    a cache. device: where that memory and the model's buffers are; an op has ended when the device says so.
+    a cache. device: where that memory and the model's buffers are; an op has ended when the device says so. dtype: of
+    the weights that units compute with.
     """
     kinds = _kinds(units)
     skipped = [unit for kind in kinds for unit in kind[ALIKE:]]
-    spans = _Spans(units, memory, device)
-    model = StreamedModel(units, spans.lend, spans.norms, device=device)
+    spans = _Spans(units, memory, device, dtype)
+    model = StreamedModel(units, spans.lend, spans.norms, device=device, dtype=dtype)
     vocabulary = units.model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (micro_batch, seq_len), generator=torch.Generator().manual_seed(0))
     try:
@@ -93,7 +96,7 @@ def _kinds(units: Units) -> list[list[Unit]]:
 class _Spans:
     """Lends every op two places, one after the other of a ring, and notes how long it keeps them."""
 
-    def __init__(self, units: Units, memory: int, device: torch.device) -> None:
+    def __init__(self, units: Units, memory: int, device: torch.device, dtype: torch.dtype) -> None:
         largest = max(unit.nbytes for unit in units.stored)
         self._places = max(1, min(memory, BEYOND_CACHE) // (2 * largest))
         self._largest, self._turn = largest, 0
@@ -103,12 +106,13 @@ class _Spans:
             self._weights, self._grads = arena.tensor(0, ring_bytes), arena.tensor(ring_bytes, 2 * ring_bytes)
         else:
             self._weights, self._grads = (torch.empty(ring_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-        one = self._weights[:largest].view(torch.float32)
+        one = self._weights[:largest].view(dtype)
         one.normal_(0, 0.02, generator=torch.Generator(device).manual_seed(0))
         self._weights.view(self._places, largest)[1:] = self._weights[:largest]
         self._grads.zero_()
         self._synchronize = torch.get_device_module(device).synchronize
         self._sizes = {unit.name: unit.nbytes for unit in units.stored}
+        self._kind = weight_kind(dtype)
         self._norm = GradientNorm(units, device)
         self.seconds: dict[str, list[float]] = {}
 
@@ -127,7 +131,7 @@ class _Spans:
         start = self._turn % self._places * self._largest
         self._turn += 1
         weights, grads = self._weights[start:], self._grads[start:]
-        views = {block_name(name, "weight"): weights[:nbytes] for name, nbytes in self._sizes.items()}
+        views = {block_name(name, self._kind): weights[:nbytes] for name, nbytes in self._sizes.items()}
         views |= {block_name(name, "grad"): grads[:nbytes] for name, nbytes in self._sizes.items()}
         self._synchronize()
         begin_s = time.perf_counter()

@@ -36,7 +36,7 @@ from megatrain.keeping import Keeping, room
 from megatrain.model import Units, first_weights
 from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
-from megatrain.programs import block_name
+from megatrain.programs import CAST, block_name
 from megatrain.random_state import first_rng, rng_now, set_rng
 from megatrain.report import PlanReport, device_line, moved_line
 from megatrain.sizes import format_seconds, format_size
@@ -239,6 +239,8 @@ def open_state(
         set_rng(manager.store.run, run.train.seed, prepared.device)
         with failures_named(manager.store, f"loading step {manager.store.step}"):
             manager.load()
+            if CAST in manager.plan.schedules:
+                manager.run(CAST)
         yield manager
 
 

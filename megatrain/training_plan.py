@@ -55,22 +55,23 @@ def plan_training(
     deferred: bool,
     late: float | None = None,
     validates: bool = False,
+    bf16: bool = False,
     candidates: Sequence[Knobs] | None = None,
 ) -> Plan:
     """The fastest plan of a training step by simulation.
 
     deferred: all updates are late, as clipping needs it. late: the share of them without clipping; None: chosen.
-    validates: forwards alone can run too, over the same homes. candidates: knobs to try instead of the planner's own,
-    quickly, with `late` as given. Raises `ShortError` where nothing fits: that of updates on the host, where both are
-    tried.
+    validates: forwards alone can run too, over the same homes. bf16: ops compute with BF16 copies of the weights, which
+    updates on the host make. candidates: knobs to try instead of the planner's own, quickly, with `late` as given.
+    Raises `ShortError` where nothing fits: that of updates on the host, where both are tried.
     """
 
     def planned(there: bool) -> Plan:
-        return _plan_for(units, hardware, limits, there, deferred, late, validates, candidates)
+        return _plan_for(units, hardware, limits, there, deferred, late, validates, bf16, candidates)
 
     if limits.update_on == "device":
         return planned(True)
-    if limits.update_on == "host" or limits.device_bytes is None or hardware.device_update is None:
+    if limits.update_on == "host" or bf16 or limits.device_bytes is None or hardware.device_update is None:
         return planned(False)
     try:
         on_host = planned(False)
@@ -94,13 +95,14 @@ def _plan_for(
     deferred: bool,
     late: float | None,
     validates: bool,
+    bf16: bool,
     candidates: Sequence[Knobs] | None,
 ) -> Plan:
     """there: updates run on the device. Everything else as for `plan_training`."""
 
     def planned(share: float, knobs: Sequence[Knobs] | None) -> Plan:
         late_ones = late_units(units, share)
-        workload = training_workload(units, deferred=deferred, late=late_ones, validates=validates)
+        workload = training_workload(units, deferred=deferred, late=late_ones, validates=validates, bf16=bf16)
         host, resident, device = limits.host_bytes, limits.resident, limits.device_bytes
         return make_plan(workload, hardware, host, resident, device, update_there=there, candidates=knobs)
 

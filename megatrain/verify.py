@@ -76,6 +76,7 @@ def _plain(prepared: Prepared, batches: StepBatches, steps: int, console: Consol
         device=prepared.device,
         **_compiled_as(prepared.units, run),
         update_there=updates_there(prepared.plan.workload),
+        bf16=run.train.precision == "bf16",
         progress=lambda step: console.print(f"plain  step {step + 1}/{steps}"),
     )
 

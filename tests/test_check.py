@@ -22,7 +22,7 @@ from tiering.check import check
 from tiering.errors import ScheduleError
 from tiering.homes import Placement, place
 from tiering.lower import Knobs, lower
-from tiering.schedule import Action, Schedule, Verb, order
+from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.workload import PAGE, Workload
 
 
@@ -36,10 +36,17 @@ class Subject:
 
 
 def subject(
-    mode: str, program: str, knobs: Knobs, homes: dict[str, int] | None = None, *, tied: bool = True, layers: int = 1
+    mode: str,
+    program: str,
+    knobs: Knobs,
+    homes: dict[str, int] | None = None,
+    *,
+    tied: bool = True,
+    layers: int = 1,
+    bf16: bool = False,
 ) -> Subject:
-    units = toy_units(layers, 2 * PAGE, PAGE if tied else 2 * PAGE, norm=0, tied=tied)
-    workload = toy_workload(units, mode)
+    units = toy_units(layers, (5 if bf16 else 2) * PAGE, PAGE if tied else 2 * PAGE, norm=0, tied=tied)
+    workload = toy_workload(units, mode, bf16=bf16)
     placement = place(homes or {})
     schedule = lower(workload, workload.programs[program], placement, knobs)
     check(workload, placement, schedule)
@@ -68,6 +75,15 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     ),
     "first": lambda: subject("deferred", "first", Knobs(lookahead=2, lag=0, tile_bytes=PAGE, ring=1), layers=2),
     "flush": lambda: subject("deferred", "flush", Knobs(lookahead=0, lag=0, tile_bytes=PAGE, ring=2)),
+    "fused, bf16": lambda: subject("fused", "step", Knobs(lookahead=1, lag=1, tile_bytes=2 * PAGE, ring=2), bf16=True),
+    "deferred, bf16": lambda: subject(
+        "deferred",
+        "step",
+        Knobs(lookahead=1, lag=0, tile_bytes=2 * PAGE, ring=2),
+        {"L0/weight": 2 * PAGE, "L0/weight_bf16": 3 * PAGE},
+        bf16=True,
+    ),
+    "cast": lambda: subject("fused", "cast", Knobs(lookahead=1, lag=0, tile_bytes=4 * PAGE, ring=2), bf16=True),
     "forward": lambda: subject("forward", "forward", Knobs(lookahead=2, lag=0, tile_bytes=PAGE, ring=1), layers=4),
 }
 
@@ -225,15 +241,16 @@ def test_no_run_and_no_write_can_be_left_out(name: str) -> None:
     assert let_through == {Verb.RUN: 0, Verb.READ: 0, Verb.WRITE: 0}, found
 
 
-@given(free_workloads(kept=False), st.integers(0, 4), st.integers(0, 2), st.integers(1, 4))
+@given(free_workloads(kept=False), st.integers(0, 4), st.integers(0, 2), st.integers(1, 4), st.integers(1, 2))
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_what_the_proof_accepts_is_right_even_where_lowering_is_not(
-    workload: Workload, lookahead: int, lag: int, ring: int
+    workload: Workload, lookahead: int, lag: int, ring: int, tile: int
 ) -> None:
     """I1-I4: programs that break lowering's rules give wrong schedules; none of these passes the proof."""
     program = workload.programs["free"]
+    knobs = Knobs(lookahead=lookahead, lag=lag, tile_bytes=tile * PAGE, ring=ring)
     try:
-        schedule = lower(workload, program, place({}), Knobs(lookahead=lookahead, lag=lag, tile_bytes=PAGE, ring=ring))
+        schedule = lower(workload, program, place({}), knobs)
     except (IndexError, AssertionError):
         return  # refused even before there was a schedule
     try:
@@ -242,6 +259,39 @@ def test_what_the_proof_accepts_is_right_even_where_lowering_is_not(
         return
     fault = wrong(workload, place({}), schedule)
     assert not fault, f"{workload}\n{fault}\n{schedule.text()}"
+
+
+@pytest.mark.parametrize("name", ["fused, bf16", "deferred, bf16", "cast"])
+def test_a_tile_that_is_another_part_of_one_block_than_of_the_others_is_refused(name: str) -> None:
+    """I2: two tiles that follow each other, cut a page sooner or later in one block: no gap, and still not the op."""
+    of = SUBJECTS[name]()
+    lines = of.schedule.actions
+    tried = 0
+    for at, action in enumerate(lines):
+        tiles = [later for later in range(at + 1, len(lines)) if "#" in action.name and lines[later].op == action.op]
+        for number, x in enumerate(action.operands if tiles else ()):
+            after = lines[tiles[0]]
+            for by in (-PAGE, PAGE):
+                y = after.operands[number]
+                one = replace(x, hi=x.hi + by)
+                other = replace(y, lo=y.lo + by, address=y.address + by)
+                if not (one.nbytes > 0 and other.nbytes > 0):
+                    continue
+                changed = [_with(a, number, {at: one, tiles[0]: other}.get(i)) for i, a in enumerate(lines)]
+                with pytest.raises(ScheduleError, match="is another part than"):
+                    check(of.workload, of.placement, relisted(of.schedule, changed))
+                    pytest.fail(f"{one} and {other} in {action.op} were accepted")
+                tried += 1
+    assert tried, of.schedule.text()
+
+
+def _with(action: Action, number: int, x: Operand | None) -> Action:
+    """`action` with another operand at that place; as it is for None."""
+    return (
+        action
+        if x is None
+        else replace(action, operands=(*action.operands[:number], x, *action.operands[number + 1 :]))
+    )
 
 
 def test_a_schedule_that_reaches_outside_its_arena_is_refused() -> None:

@@ -420,7 +420,7 @@ def test_known_keys_are_the_documented_ones() -> None:
         "model": "config path freeze resize_vocabulary pad_to_multiple_of",
         "data": "kind paths datasets split dtype tokenizer chat_template train_on seq_len packing validation "
         "validation_max",
-        "train": "steps batch micro_batch loss_chunk compile max_grad_norm seed commit_every eval_every keep "
+        "train": "steps batch micro_batch loss_chunk compile max_grad_norm precision seed commit_every eval_every keep "
         "keep_every update_on",
         "optimizer": "lr betas eps weight_decay no_decay schedule warmup_steps schedule_steps min_lr",
         "device": "",

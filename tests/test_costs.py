@@ -111,6 +111,18 @@ def test_both_spellings_of_the_formula_are_one(parameters: int, share: float) ->
 
 
 @MANY
+@given(parameters_, st.floats(0.0, 14.0))
+def test_copies_in_bf16_move_what_the_formula_says(parameters: int, share: float) -> None:
+    """Design, section 6: `30 P - 3 min(C, 2P) - 2 max(0, min(C, 14P) - 2P)`; read and written are its two parts."""
+    P, C = parameters, round(share * parameters)
+    by_hand = 30 * P - 3 * min(C, 2 * P) - 2 * max(0, min(C, 14 * P) - 2 * P)
+    assert step_io_bytes(P, C, bf16=True) == by_hand, f"{step_io_bytes(P, C, bf16=True)} bytes, by hand {by_hand}"
+    read, written = step_read_bytes(P, bf16=True), step_written_bytes(P, bf16=True)
+    assert (read, written) == (16 * P, 14 * P), f"{(read, written)} with nothing resident, by hand {(16 * P, 14 * P)}"
+    assert h2d_bytes(P, number_bytes=2) * 2 == h2d_bytes(P)
+
+
+@MANY
 @given(parameters_)
 def test_a_byte_of_ram_saves_3_then_2_then_nothing(parameters: int) -> None:
     """Design, section 3: the knees are where the saving changes."""

@@ -34,8 +34,8 @@ DEVICE = {"tight": None, "roomy": ROOMY}
 
 
 @lru_cache
-def workload(mode: str, *, tied: bool = False) -> Workload:
-    return toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, tied=tied, activation=2 * PAGE), mode)
+def workload(mode: str, *, tied: bool = False, bf16: bool = False) -> Workload:
+    return toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, tied=tied, activation=2 * PAGE), mode, bf16=bf16)
 
 
 @lru_cache
@@ -55,6 +55,18 @@ def test_copies_that_are_late_and_out_of_order_change_no_byte(
     wanted = interpreted(workload(mode, tied=tied))
     for seed, host_bytes in enumerate((TIGHT_HOST, SOME_HOST, ROOMY)):
         made = plan(mode, device, host_bytes, tied=tied)
+        found = trained(made, tmp_path / str(seed), OutOfOrderLanes(seed))
+        unlike = wanted.unlike(found)
+        assert not unlike, f"seed {seed}: {unlike[:4]}\n{made.schedules['step'].text()}"
+
+
+@pytest.mark.parametrize("device", DEVICE)
+@pytest.mark.parametrize("mode", ["fused", "deferred", "mixed"])
+def test_copies_of_half_the_bytes_change_no_byte_either(tmp_path: Path, mode: str, device: str) -> None:
+    """I2, I3, P1: weights that ops compute with in BF16, made anew by every update; and half of their bytes move."""
+    wanted = interpreted(workload(mode, bf16=True))
+    for seed, host_bytes in enumerate((TIGHT_HOST, ROOMY)):
+        made = device_plan(workload(mode, bf16=True), host_bytes, DEVICE[device])
         found = trained(made, tmp_path / str(seed), OutOfOrderLanes(seed))
         unlike = wanted.unlike(found)
         assert not unlike, f"seed {seed}: {unlike[:4]}\n{made.schedules['step'].text()}"

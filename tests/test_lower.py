@@ -6,7 +6,7 @@ Not here: what the proof itself can see (`test_check.py`), which homes and knobs
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -39,6 +39,7 @@ class Case:
     device: bool
     keep: float
     update_there: bool = False
+    bf16: bool = False
 
     def workload(self) -> Workload:
         plain = self.plain()
@@ -56,7 +57,7 @@ class Case:
             norm=PAGE if self.norm else 0,
             activation=self.activation_pages * PAGE,
         )
-        return toy_workload(units, self.mode)
+        return toy_workload(units, self.mode, bf16=self.bf16)
 
     def placement(self, workload: Workload) -> Placement:
         """Homes as the planner chooses them for `resident`, or any legal ones at all where that is None."""
@@ -109,7 +110,17 @@ def cases() -> st.SearchStrategy[Case]:
         device=st.booleans(),
         keep=st.sampled_from([0.0, 0.3, 1.0]),
         update_there=st.booleans(),
-    )
+        bf16=st.booleans(),
+    ).map(_halved)
+
+
+def _halved(case: Case) -> Case:
+    """With tiles of an even number of pages where some blocks have half the bytes; the host updates them."""
+    return replace(case, knobs=even(case.knobs), update_there=False) if case.bf16 else case
+
+
+def even(knobs: Knobs) -> Knobs:
+    return replace(knobs, tile_bytes=2 * knobs.tile_bytes)
 
 
 def schedules(case: Case) -> list[tuple[Workload, Placement, Schedule]]:
@@ -153,6 +164,9 @@ def test_programs_that_are_no_training_step_are_lowered_right_too(
     workload: Workload, knobs: Knobs, shares: list[float]
 ) -> None:
     """I1-I4: lowering knows nothing of training; any program that keeps its rules comes to the right bytes."""
+    ops = [op for op in workload.programs["free"].ops if op.tiled]
+    if any(len({workload.blocks[touch.block].nbytes for touch in op.touches}) > 1 for op in ops):
+        knobs = even(knobs)
     placement = any_homes(workload, knobs, shares)
     schedule = lower(workload, workload.programs["free"], placement, knobs)
     check(workload, placement, schedule)

@@ -130,6 +130,23 @@ def test_the_loss_in_chunks_takes_18_bytes_a_logit_of_a_chunk() -> None:
     assert cut.units == whole.units and cut.compute[0] == whole.compute[0], (cut.compute, whole.compute)
 
 
+def test_a_question_in_bf16_moves_half_the_weights_to_the_device(invoke: Invoke) -> None:
+    """P5: half of the bytes over the link, as many back (gradients are FP32), 2 bytes a parameter more on NVMe."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        options = f"{SMALL} --gpu rtx4090 --host-memory 4GiB --device-memory 2.5GiB --precision {precision} --json"
+        code, out, err = invoke(options)
+        assert code == 0, err
+        found[precision] = json.loads(out)
+    one, other = found["fp32"], found["bf16"]
+    assert (one["precision"], other["precision"]) == ("fp32", "bf16")
+    assert 0.45 < other["h2d_bytes"] / one["h2d_bytes"] < 0.55, (one["h2d_bytes"], other["h2d_bytes"])
+    assert (
+        other["placement"]["HOST"]["weight_bf16"] + other["placement"]["NVME"]["weight_bf16"] >= 2 * one["parameters"]
+    )
+    assert any("BF16" in note for note in other["notes"]) and not any("BF16" in note for note in one["notes"])
+
+
 LOGITS_TOO_MANY = [
     "--model qwen3-0.6b --host-memory 8GiB --nvme (7,6) --tokens 8192 --seq 2048 --micro-batch 4",
     "--model qwen3-0.6b --host-memory 16GiB --gpu rtx4090 --device-memory 5GiB --nvme (7,6) --tokens 8192 --seq 2048"

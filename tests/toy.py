@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megatrain.programs import UnitSize, forward_workload, late_units, training_workload
 from tiering.homes import Placement
 from tiering.schedule import Action, Operand, Schedule, Verb
-from tiering.workload import PAGE, Block, Lane, Life, Op, Program, Touch, Workload, make_workload
+from tiering.workload import PAGE, Block, Lane, Life, Op, Program, Touch, Workload, make_workload, pages
 
 Seen = dict[tuple[int, str, int], list[bytes]]
 """(pass, op, page) to digests of what the op read, one for each time it ran."""
@@ -64,11 +64,11 @@ MODES = ("fused", "deferred", "mixed", "forward")
 """The workloads of a model: updates in backward, all late, a half of them late; and a forward alone."""
 
 
-def toy_workload(units: Sequence[UnitSize], mode: str) -> Workload:
+def toy_workload(units: Sequence[UnitSize], mode: str, *, bf16: bool = False) -> Workload:
     if mode == "forward":
         return forward_workload(units)
     late = late_units(units, 0.5) if mode == "mixed" else ()
-    return training_workload(units, deferred=mode == "deferred", late=late)
+    return training_workload(units, deferred=mode == "deferred", late=late, bf16=bf16)
 
 
 def parameters(workload: Workload) -> int:
@@ -259,15 +259,21 @@ def computed(
     read = [held for x, held in zip(operands, found, strict=True) if x.reads]
     fresh: list[tuple[Operand, bytes]] = []
     if op.tiled or op.lane == "update":  # whole on a device, tile by tile on HOST: the same
-        lo, hi = operands[0].lo, operands[0].hi
+        nbytes, lo = max(x.nbytes for x in operands), max(x.lo for x in operands)
         inputs = []
-        for at in range(0, hi - lo, PAGE):
-            inputs.append(blake2b(b"".join(held[at : at + PAGE] for held in read)).digest())
+        for at in range(0, nbytes, PAGE):
+            # A page of a block of half the bytes goes with two pages of the others.
+            pages = [
+                held[at:][:PAGE] if len(held) == nbytes else held[at // 2 // PAGE * PAGE :][:PAGE] for held in read
+            ]
+            inputs.append(blake2b(b"".join(pages)).digest())
             seen.setdefault((number, op.name, (lo + at) // PAGE), []).append(inputs[-1])
         for x in operands:
             if x.writes:
                 tag = f"{op.name} {_original(x.block)}".encode()
-                fresh.append((x, b"".join(_page(tag, had, _int(lo + n * PAGE)) for n, had in enumerate(inputs))))
+                each = 1 if x.nbytes == nbytes else 2
+                found = [b"".join(inputs[n : n + each]) for n in range(0, len(inputs), each)]
+                fresh.append((x, b"".join(_page(tag, had, _int(x.lo + n * PAGE)) for n, had in enumerate(found))))
         return fresh
     whole = blake2b(b"".join(read)).digest()
     seen.setdefault((number, op.name, 0), []).append(whole)
@@ -298,8 +304,8 @@ MODES = ("r", "w", "rw")
 def free_workloads(draw: st.DrawFn, *, kept: bool) -> Workload:
     """Any program at all, over blocks of any life; `kept`: one that keeps what lowering asks of a program.
 
-    That is: no tiled op defines a block; a block that is written has one tiled op at most; where several ops of a
-    cyclic program write a block, the first of them defines it; a cyclic program has a whole op.
+    That is: no tiled op defines a block that dies in a pass; a block that is written has one tiled op at most; where
+    several ops of a cyclic program write a block, the first of them defines it; a cyclic program has a whole op.
     """
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     lives: list[Life] = ["durable", "durable", "carried", "passing", "local"]
@@ -332,7 +338,7 @@ def free_workloads(draw: st.DrawFn, *, kept: bool) -> Workload:
 def _ops(draw: st.DrawFn, name: str, blocks: Sequence[Block], before: Sequence[Op], kept: bool) -> Op:
     tiled = draw(st.booleans())
     nbytes = draw(st.sampled_from([block.nbytes for block in blocks]))
-    pool = [block for block in blocks if not tiled or block.nbytes == nbytes]
+    pool = [block for block in blocks if not tiled or block.nbytes in (nbytes, pages(nbytes // 2))]
     touches = []
     for block in draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True)):
         earlier = [(op.tiled, touch) for op in before for touch in op.touches if touch.block == block.name]
@@ -340,10 +346,8 @@ def _ops(draw: st.DrawFn, name: str, blocks: Sequence[Block], before: Sequence[O
         fleeting = block.life in ("local", "passing")
         if fleeting and not any(touch.writes for _, touch in earlier):
             mode = "w"
-        if kept and tiled:
-            if (mode == "w" and fleeting) or any(was_tiled for was_tiled, _ in earlier):
-                continue
-            mode = "rw" if mode == "w" else mode
+        if kept and tiled and ((mode == "w" and fleeting) or any(was_tiled for was_tiled, _ in earlier)):
+            continue
         writers = [touch for _, touch in earlier if touch.writes]
         if kept and "w" in mode and writers and not writers[0].defines:
             mode = "r"

@@ -14,6 +14,7 @@ import torch
 from store_bytes import seen_by_zarr, unlike
 from toy import Seen, computed, first_state, interpret
 
+from megatrain.programs import CAST
 from tiering.device import copied_from
 from tiering.hardware import Hardware, Rate, assumed_hardware
 from tiering.lanes import Lanes
@@ -60,10 +61,11 @@ def device_plan(
 
 def training(workload: Workload) -> list[str]:
     """Programs in the order in which a training of three steps runs them."""
+    begins = [name for name in workload.programs if name == CAST]
     if "flush" in workload.programs:
-        return ["first", "step", "step", "flush"]
-    (name,) = workload.programs
-    return [name] * 3
+        return [*begins, "first", "step", "step", "flush"]
+    (name,) = workload.programs.keys() - set(begins)
+    return [*begins, *[name] * 3]
 
 
 def interpreted(workload: Workload) -> Outcome:

@@ -187,6 +187,7 @@ def check(workload: Workload, placement: Placement, schedule: Schedule, *, whole
     """
     if whole:
         _prove_complete(workload, workload.programs[schedule.name], schedule)
+        _prove_tiles(workload, workload.programs[schedule.name], schedule)
     _prove_bounds(workload, schedule)
     memory = _Memory(workload, placement)
     for action in schedule.lead_in:
@@ -244,6 +245,22 @@ def _prove_complete(workload: Workload, program: Program, schedule: Schedule) ->
             raise ScheduleError(
                 f"schedule {schedule.name}: {short[0]} covers {covered[short[0], name]} bytes of {name}"
             )
+
+
+def _prove_tiles(workload: Workload, program: Program, schedule: Schedule) -> None:
+    """All operands of a tile are the same part of their blocks: of a block of half the bytes, half of the bytes."""
+    tiled = {op.name for op in program.ops if op.tiled}
+    for action in schedule.actions:
+        if not action.verb.is_op or action.op not in tiled:
+            continue
+        sizes = [workload.blocks[x.block].nbytes for x in action.operands]
+        largest = max(sizes)
+        tile = action.operands[sizes.index(largest)]
+        for x, nbytes in zip(action.operands, sizes, strict=True):
+            ratio = 1 if nbytes == largest else 2
+            both_end = x.hi == nbytes and tile.hi == largest  # half of an odd page is a page
+            if ratio * x.lo != tile.lo or not (ratio * x.hi == tile.hi or both_end):
+                raise ScheduleError(f"schedule {schedule.name}: {x} is another part than {tile} in {action.name}")
 
 
 def _settled(uses: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 FP32 = 4
 """Bytes of a number."""
+BF16 = 2
+"""Bytes of a number that a unit computes with in BF16."""
 DAY_S = 86_400
 DURABLE_KINDS = 3
 """weight, exp_avg and exp_avg_sq survive the process."""
@@ -61,27 +63,33 @@ def export_bytes(parameters: int, number_bytes: int = FP32) -> int:
     return number_bytes * parameters
 
 
-def step_read_bytes(parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0) -> int:
+def step_read_bytes(
+    parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0, *, bf16: bool = False
+) -> int:
     """NVME bytes that a step reads; arguments and source as `step_io_bytes`.
 
     >>> step_read_bytes(7_000_000_000) / 1e9
     112.0
     """
-    weights, moments = _on_nvme(parameters, resident_bytes)
-    return 2 * weights + moments + spilled_gradient_bytes
+    passes, updates = _on_nvme(parameters, resident_bytes, bf16)
+    return 2 * passes + updates + spilled_gradient_bytes
 
 
-def step_written_bytes(parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0) -> int:
+def step_written_bytes(
+    parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0, *, bf16: bool = False
+) -> int:
     """NVME bytes that a step writes; arguments and source as `step_io_bytes`.
 
     >>> step_written_bytes(7_000_000_000) / 1e9
     84.0
     """
-    weights, moments = _on_nvme(parameters, resident_bytes)
-    return weights + moments + spilled_gradient_bytes
+    passes, updates = _on_nvme(parameters, resident_bytes, bf16)
+    return passes + updates + spilled_gradient_bytes
 
 
-def step_io_bytes(parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0) -> int:
+def step_io_bytes(
+    parameters: int, resident_bytes: int = 0, spilled_gradient_bytes: int = 0, *, bf16: bool = False
+) -> int:
     """NVME bytes of one step, each unit read once a pass; read and written together.
 
     Nothing resident: weights read in forward and backward (8) and written (4), both moments read and written (16).
@@ -89,6 +97,8 @@ def step_io_bytes(parameters: int, resident_bytes: int = 0, spilled_gradient_byt
     spilled_gradient_bytes: of gradients that wait for the clip factor on NVME, each written and read once; 0 without
     clipping, and with it where they stay in RAM. Sources: design,
     `IO(C) = 28 P - 3 min(C, 4P) - 2 max(0, min(C, 12P) - 4P)`, and section 5. Turn-around hits save a little more.
+    bf16: forward and backward read BF16 copies (4) and the update makes them anew (2), the weights themselves are read
+    (4) and written (4) as moments are. Resident copies come first: `30 P - 3 min(C, 2P) - 2 max(0, min(C, 14P) - 2P)`.
 
     >>> step_io_bytes(7_000_000_000) / 1e9
     196.0
@@ -98,16 +108,22 @@ def step_io_bytes(parameters: int, resident_bytes: int = 0, spilled_gradient_byt
     0
     >>> step_io_bytes(7_000_000_000, spilled_gradient_bytes=28_000_000_000) / 7_000_000_000
     36.0
+    >>> step_io_bytes(7_000_000_000, bf16=True) / 7_000_000_000
+    30.0
     """
-    read = step_read_bytes(parameters, resident_bytes, spilled_gradient_bytes)
-    return read + step_written_bytes(parameters, resident_bytes, spilled_gradient_bytes)
+    read = step_read_bytes(parameters, resident_bytes, spilled_gradient_bytes, bf16=bf16)
+    return read + step_written_bytes(parameters, resident_bytes, spilled_gradient_bytes, bf16=bf16)
 
 
-def _on_nvme(parameters: int, resident_bytes: int) -> tuple[int, int]:
-    """Bytes of weights and of moments that are not resident, weights having come first."""
-    weights, moments = FP32 * parameters, (DURABLE_KINDS - 1) * FP32 * parameters
-    at_home = min(resident_bytes, weights)
-    return weights - at_home, moments - min(resident_bytes - at_home, moments)
+def _on_nvme(parameters: int, resident_bytes: int, bf16: bool = False) -> tuple[int, int]:
+    """Bytes, not resident, that forward and backward read and the update writes, and those that the update alone reads
+    and writes; the former having come first.
+    """
+    passes, updates = FP32 * parameters, (DURABLE_KINDS - 1) * FP32 * parameters
+    if bf16:
+        passes, updates = BF16 * parameters, DURABLE_KINDS * FP32 * parameters
+    at_home = min(resident_bytes, passes)
+    return passes - at_home, updates - min(resident_bytes - at_home, updates)
 
 
 def ram_knees(parameters: int, *, clipping: bool = False) -> tuple[int, int]:
@@ -122,7 +138,7 @@ def ram_knees(parameters: int, *, clipping: bool = False) -> tuple[int, int]:
     return FP32 * parameters, state_bytes(parameters) if clipping else durable_bytes(parameters)
 
 
-def activation_bytes(tokens: int, hidden: int, layers: int) -> int:
+def activation_bytes(tokens: int, hidden: int, layers: int, number_bytes: int = FP32) -> int:
     """Inputs that the layers and the final norm leave in forward for their backward, for all tokens of a step.
 
     Source: one vector of the hidden size a token and unit; a unit recomputes all else (design, section 6).
@@ -130,7 +146,7 @@ def activation_bytes(tokens: int, hidden: int, layers: int) -> int:
     >>> activation_bytes(32_768, hidden=8192, layers=80) / 2**30
     81.0
     """
-    return FP32 * tokens * hidden * (layers + 1)
+    return number_bytes * tokens * hidden * (layers + 1)
 
 
 def activation_io_bytes(spilled_bytes: int) -> int:
@@ -174,18 +190,28 @@ def update_bytes(parameters: int) -> int:
     return state_bytes(parameters)
 
 
-def h2d_bytes(parameters: int, kept_bytes: int = 0, activations: int = 0, *, update_there: bool = False) -> int:
+def h2d_bytes(
+    parameters: int,
+    kept_bytes: int = 0,
+    activations: int = 0,
+    number_bytes: int = FP32,
+    *,
+    update_there: bool = False,
+) -> int:
     """Bytes copied to the device in a step: weights for forward and for backward, and what forward left; both moments
     where the device updates.
 
     kept_bytes: of weights that stay on the device from forward to backward. activations: bytes of those that do not.
+    number_bytes: of a weight that is computed with.
 
     >>> P = 7_000_000_000
     >>> h2d_bytes(P) // P, h2d_bytes(P, kept_bytes=4 * P) // P, h2d_bytes(P, update_there=True) // P
     (8, 4, 16)
+    >>> h2d_bytes(P, number_bytes=BF16) // P
+    4
     """
     moments = (DURABLE_KINDS - 1) * FP32 * parameters if update_there else 0
-    return 2 * FP32 * parameters - kept_bytes + activations + moments
+    return 2 * number_bytes * parameters - kept_bytes + activations + moments
 
 
 def d2h_bytes(parameters: int, activations: int = 0, *, update_there: bool = False) -> int:

@@ -46,7 +46,9 @@ def choose_homes(
     homes: dict[str, int] = {}
     left = {"durable": durable, "carried": durable if carried is None else carried}
     pool = sorted(workload.of_life("durable", "carried", "passing"), key=lambda block: -gain[block.name])
-    pool = [block for block in pool if gain[block.name] or block.life != "passing"]  # others never leave HOST anyway
+    # Others never leave HOST anyway, or no pass needs them there.
+    idle = ("passing",) if carried is not None else ("passing", "durable")
+    pool = [block for block in pool if gain[block.name] or block.life not in idle]
     for level in sorted({round(gain[block.name], 3) for block in pool}, reverse=True):
         for purse, lives in (("durable", ("durable",)), ("carried", ("carried", "passing"))):
             same = [block for block in pool if round(gain[block.name], 3) == level and block.life in lives]

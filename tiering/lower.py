@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from tiering.homes import Placement
 from tiering.pack import Arc, live_bytes, pack
 from tiering.schedule import Action, Operand, Schedule, Verb, order
-from tiering.workload import COPIES, Block, Lane, Op, Program, Tier, Touch, Workload, spread
+from tiering.workload import COPIES, PAGE, Block, Lane, Op, Program, Tier, Touch, Workload, pages, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,22 @@ class Knobs:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One op to do. `order` counts the computing ops before it; lo:hi is its tile (the whole block if not tiled)."""
+    """One op to do. `order` counts the computing ops before it; lo:hi is its tile of a block of `largest` bytes (the
+    whole of each block if not tiled).
+    """
 
     op: Op
     name: str
     lo: int
     hi: int | None
     order: int
+    largest: int = 0
+
+    def part(self, nbytes: int) -> tuple[int, int]:
+        """What it touches of a block of `nbytes`."""
+        if self.hi is None:
+            return 0, nbytes
+        return (self.lo, self.hi) if nbytes == self.largest else (self.lo // 2, pages(self.hi // 2))
 
 
 @dataclass(slots=True)
@@ -114,8 +123,8 @@ class Cut:
         number = 0
         for index, turn in enumerate(self.turns):
             for touch in turn.op.touches:
-                hi = workload.blocks[touch.block].nbytes if turn.hi is None else turn.hi
-                access = _Access(number, index, turn.lo, hi, turn.op, touch.defines, touch.writes, turn.order)
+                lo, hi = turn.part(workload.blocks[touch.block].nbytes)
+                access = _Access(number, index, lo, hi, turn.op, touch.defines, touch.writes, turn.order)
                 self.accesses.setdefault(touch.block, []).append(access)
                 number += 1
         self.fresh = dict(self._fresh()) if any(op.tiled and op.lane == "h2d" for op in program.ops) else {}
@@ -139,9 +148,12 @@ class Cut:
                 yield _Turn(op, op.name, 0, None, before)
                 before += op.computes
                 continue
-            nbytes = self.workload.blocks[op.touches[0].block].nbytes
-            for number, lo in enumerate(range(0, nbytes, tile_bytes)):
-                yield _Turn(op, f"{op.name}#{number}", lo, min(lo + tile_bytes, nbytes), before)
+            sizes = {self.workload.blocks[touch.block].nbytes for touch in op.touches}
+            largest = max(sizes)
+            halves = len(sizes) > 1 and largest > tile_bytes
+            assert not halves or tile_bytes % (2 * PAGE) == 0, f"half a tile of {tile_bytes} bytes is no whole pages"
+            for number, lo in enumerate(range(0, largest, tile_bytes)):
+                yield _Turn(op, f"{op.name}#{number}", lo, min(lo + tile_bytes, largest), before, largest)
 
 
 def lower(workload: Workload, program: Program, placement: Placement, knobs: Knobs) -> Schedule:
@@ -364,11 +376,11 @@ class Draft:
     def _operand(self, touch: Touch, turn: _Turn, stay: _Stay | None) -> Operand:
         """stay: None for bytes at their home."""
         block = self.workload.blocks[touch.block]
-        hi = block.nbytes if turn.hi is None else turn.hi
-        address = self.placement.address[touch.block] + turn.lo if stay is None else stay.address + turn.lo - stay.lo
+        lo, hi = turn.part(block.nbytes)
+        address = self.placement.address[touch.block] + lo if stay is None else stay.address + lo - stay.lo
         return Operand(
             block=touch.block,
-            lo=turn.lo,
+            lo=lo,
             hi=hi,
             address=address,
             reads=touch.reads,

@@ -32,7 +32,7 @@ KINDS = ("pinned", "pageable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """compute: FLOP/s in FP32. h2d, d2h: bytes/s of copies of pinned host memory, one way alone. update: as
+    """compute: FLOP/s of matrix products. h2d, d2h: bytes/s of copies of pinned host memory, one way alone. update: as
     `Hardware.device_update`.
     """
 
@@ -47,13 +47,20 @@ class DeviceRates:
         return replace(there, device_update=self.update)
 
 
-def quick_device_rates(device: torch.device, width: int, tokens: int, memory: int, clips: bool = False) -> DeviceRates:
+def quick_device_rates(
+    device: torch.device,
+    width: int,
+    tokens: int,
+    memory: int,
+    clips: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> DeviceRates:
     """width: hidden size, tokens: rows of a matrix product. memory: bytes that measuring may take of the device. clips:
-    gradients are scaled before an update.
+    gradients are scaled before an update. dtype: of the product's numbers.
     """
     copies = _Copies(device, max(MiB, min(QUICK_COPY_BYTES, memory // 4)), "pinned")
     return DeviceRates(
-        compute=compute_rate(*product_shape(width, tokens, memory), device=device),
+        compute=compute_rate(*product_shape(width, tokens, memory), device=device, dtype=dtype),
         h2d=copies.rate("h2d"),
         d2h=copies.rate("d2h"),
         update=update_rate(update_elements(memory // 2), scaled=clips, device=device),

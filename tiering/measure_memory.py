@@ -37,18 +37,30 @@ def update_elements(memory: int) -> int:
     return max(1024, min(1 << 25, memory // 16))
 
 
-def compute_rate(width: int, tokens: int, device: torch.device = CPU) -> Rate:
-    """FLOP/s of [tokens, width] x [width, 4 width] in FP32, the best of a few. 2 flops a multiply and add."""
-    return product_rate(tokens, width, 4 * width, device=device)
+def compute_rate(width: int, tokens: int, device: torch.device = CPU, *, dtype: torch.dtype = torch.float32) -> Rate:
+    """FLOP/s of [tokens, width] x [width, 4 width], the best of a few. 2 flops a multiply and add."""
+    return product_rate(tokens, width, 4 * width, device=device, dtype=dtype)
 
 
-def product_rate(rows: int, inner: int, columns: int, *, device: torch.device = CPU, repeats: int = 8) -> Rate:
-    """FLOP/s of [rows, inner] x [inner, columns] in FP32: 2 rows inner columns, by the best of a few."""
-    a, b = torch.rand(rows, inner, device=device), torch.rand(inner, columns, device=device)
-    out = torch.empty(rows, columns, device=device)
+def product_rate(
+    rows: int,
+    inner: int,
+    columns: int,
+    *,
+    device: torch.device = CPU,
+    repeats: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> Rate:
+    """FLOP/s of [rows, inner] x [inner, columns] in `dtype`: 2 rows inner columns, by the best of a few. FP32 is TF32
+    where this process has been set so.
+    """
+    a, b = torch.rand(rows, inner, device=device, dtype=dtype), torch.rand(inner, columns, device=device, dtype=dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
     best_s = min(timed(lambda: torch.mm(a, b, out=out), device) for _ in range(repeats))
     where = "" if device.type == "cpu" else f" on {device.type}"
-    return measured(2 * rows * inner * columns / best_s, f"FP32 matmul [{rows}, {inner}] x [{inner}, {columns}]{where}")
+    numbers = "BF16" if dtype == torch.bfloat16 else "FP32"
+    how = f"{numbers} matmul [{rows}, {inner}] x [{inner}, {columns}]{where}"
+    return measured(2 * rows * inner * columns / best_s, how)
 
 
 def update_rate(count: int, *, scaled: bool = False, device: torch.device = CPU) -> Rate:

@@ -212,15 +212,18 @@ def _scaled(workload: Workload) -> list[Knobs]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lowered:
-    """A candidate with the drafts of its schedules; its time is not known yet."""
+    """A candidate with the drafts of its schedules; its time is not known yet. widest_bytes: of a durable block, which
+    has to be whole in HOST while it is filled, even if all passes only ever need it in tiles.
+    """
 
     knobs: Knobs
     placement: Placement
     drafts: Mapping[str, Draft]
+    widest_bytes: int
 
     @property
     def host_bytes(self) -> int:
-        return max(draft.host_bytes for draft in self.drafts.values())
+        return max(self.widest_bytes, *(draft.host_bytes for draft in self.drafts.values()))
 
     @property
     def device_bytes(self) -> int:
@@ -255,7 +258,8 @@ class _Search:
         homes = choose_homes(self.workload, self.gain, knobs.tile_bytes, pinned, carried) if pinned or carried else {}
         placement = place(homes)
         drafts = {name: Draft(cut, placement, knobs) for name, cut in cuts.items()}
-        return _Lowered(knobs=knobs, placement=placement, drafts=drafts)
+        widest = max([block.nbytes for block in self.workload.of_life("durable")], default=0)
+        return _Lowered(knobs=knobs, placement=placement, drafts=drafts, widest_bytes=widest)
 
 
 def _fill(search: _Search, knobs: Knobs, budget: Budget, *, whole: bool = False, fine: bool = False) -> _Lowered:
@@ -370,6 +374,8 @@ def _lines(workload: Workload, lowered: _Lowered) -> Iterable[Line]:
     yield Line(what=f"blocks passing through ({widest.program.name})", nbytes=blocks)
     yield Line(what="tile ring", nbytes=widest.ring_bytes)
     yield Line(what="lost to fit", nbytes=widest.lost_bytes)
+    if lowered.host_bytes > widest.host_bytes:
+        yield Line(what="a whole block, to fill it", nbytes=lowered.host_bytes - widest.host_bytes)
 
 
 def _refusal(workload: Workload, least: _Lowered, budget: Budget, resident: float | None) -> ShortError:

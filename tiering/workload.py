@@ -60,8 +60,9 @@ class Touch:
 class Op:
     """One computation, or one copy between HOST and DEVICE (lanes h2d and d2h: reads one block, defines the other).
 
-    A `tiled` op may be cut into tiles: all its blocks have the same layout and size. An op in lane "update" is one that
-    nobody enters: tiled on HOST, whole on DEVICE.
+    A `tiled` op may be cut into tiles: all its blocks have the same layout and the size of the largest of them, or half
+    of it (to whole pages) where they hold numbers of half as many bytes. A tile is the same part of each. An op in lane
+    "update" is one that nobody enters: tiled on HOST, whole on DEVICE.
 
     `moves` says in which direction the planner may shift the op past others that share no block with it, so that it
     runs beside them. `flops` are floating-point operations of one execution, `seconds` what it was measured to take
@@ -120,7 +121,8 @@ def make_workload(blocks: Iterable[Block], programs: Iterable[Program]) -> Workl
     for program in by_program.values():
         for op in program.ops:
             sizes = {by_name[touch.block].nbytes for touch in op.touches}
-            assert not op.tiled or len(sizes) == 1, f"{op.name} is tiled over blocks of different sizes {sizes}"
+            odd = sizes - {largest := max(sizes, default=0), pages(largest // 2)}
+            assert not op.tiled or not odd, f"{op.name} is tiled over blocks of different sizes {sizes}"
     return Workload(blocks=by_name, programs=by_program)
 
 

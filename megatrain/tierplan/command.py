@@ -8,7 +8,7 @@ Not here: the question and its answer (`question.py`), the machine (`machine.py`
 import gc
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -53,6 +53,9 @@ _MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences at a tim
 _LossChunk = Annotated[
     str | None, typer.Option(metavar="N", help="Tokens whose logits exist at a time; default: a micro-batch.")
 ]
+_Precision = Annotated[
+    Literal["fp32", "bf16"] | None, typer.Option(help="What units compute in, on FP32 masters; default: fp32.")
+]
 _Seq = Annotated[int | None, typer.Option(min=2, help=f"Tokens a sequence; default: {DEFAULT_SEQ}.")]
 _Clip = Annotated[bool, typer.Option(help="Clip the gradient norm, which defers updates.")]
 _Hardware = Annotated[Path | None, typer.Option(metavar="FILE", help="Rates found by `megatrain measure`.")]
@@ -77,6 +80,7 @@ class _Asked:
     tokens: str | None
     micro_batch: int | None
     loss_chunk: str | None
+    precision: Literal["fp32", "bf16"] | None
     seq: int | None
     clip: bool
     hardware: Path | None
@@ -102,6 +106,7 @@ def tierplan(
     tokens: _Tokens = None,
     micro_batch: _MicroBatch = None,
     loss_chunk: _LossChunk = None,
+    precision: _Precision = None,
     seq: _Seq = None,
     clip: _Clip = False,
     hardware: _Hardware = None,
@@ -119,7 +124,7 @@ def tierplan(
     asked = _Asked(
         model=model, host_memory=host_memory, device_memory=device_memory, gpu=gpu, nvme=nvme, tokens=tokens,
         micro_batch=micro_batch, loss_chunk=loss_chunk, seq=seq, clip=clip, hardware=hardware, cpu_flops=cpu_flops,
-        total_tokens=total_tokens, sweep=sweep, plot=plot,
+        total_tokens=total_tokens, sweep=sweep, plot=plot, precision=precision,
     )  # fmt: skip
     with reported(debug):
         if list_models or list_gpus or list_drives:
@@ -179,6 +184,7 @@ def _question(asked: _Asked) -> tuple[Question, Machine]:
         seq_len=seq,
         micro_batch=asked.micro_batch,
         loss_chunk=None if asked.loss_chunk is None else _count("--loss-chunk", asked.loss_chunk),
+        bf16=asked.precision == "bf16",
         host_memory=_host_memory(asked.host_memory, where),
         device_memory=where.device_memory,
         hardware=where.hardware,

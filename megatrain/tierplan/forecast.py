@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.programs import ACTIVATION, KINDS
+from megatrain.programs import ACTIVATION, KINDS, WEIGHT_BF16
 from tiering.device import NEAR, updates_there
 from tiering.hardware import RATE_UNITS, Drive, Hardware
 from tiering.plan import Line, Plan
@@ -65,7 +65,7 @@ class Memory:
 class Forecast:
     """A training that fits, and what a step of it will be. `tokens`: of a step. flops: of a step, as computed (with the
     forward that backward runs again). device: None where the CPU computes. loss_chunk: tokens of a micro-batch whose
-    logits exist at a time (None: all).
+    logits exist at a time (None: all). precision: what forward and backward compute in, as in a run file.
     """
 
     model: str
@@ -84,6 +84,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
     total_tokens: int | None = None
     loss_chunk: int | None = None
+    precision: str = "fp32"
 
     @property
     def step_s(self) -> float:
@@ -152,7 +153,7 @@ class Forecast:
         device = self._on_device()
         tiers = ("HOST", "NVME") if self.device is None else ("DEVICE", "HOST", "NVME")
         result: dict[str, dict[str, int]] = {tier: {} for tier in tiers}
-        for kind in (*KINDS, "grad", ACTIVATION):
+        for kind in (*KINDS, WEIGHT_BF16, "grad", ACTIVATION):
             host, nvme = self.plan.bytes_at(kind)
             if not host + nvme:
                 continue
@@ -187,7 +188,7 @@ class Forecast:
     def late_share(self) -> float:
         """Share of the weights whose update waits for the next step's forward."""
         workload = self.plan.workload
-        late = sum(block.nbytes for block in workload.of_life("carried"))
+        late = sum(block.nbytes for block in workload.of_life("carried") if block.kind == "grad")
         return late / sum(block.nbytes for block in workload.of_life("durable") if block.kind == "weight")
 
     def disk_bytes(self) -> int:
@@ -268,6 +269,7 @@ class Forecast:
             "micro_batch": self.micro_batch,
             "seq_len": self.seq_len,
             "loss_chunk": self.loss_chunk,
+            "precision": self.precision,
             "host_budget_bytes": self.host.arena_budget_bytes,
             "arena_bytes": self.plan.host_bytes,
             "host_lines": _named(self.host.arena),

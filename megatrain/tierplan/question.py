@@ -35,13 +35,18 @@ from tiering.plan import Line, Plan, ShortError, frugal
 from tiering.workload import Tier, Workload
 
 DEFAULT_SEQ = 2048
+BF16_NOTE = (
+    "computing in BF16 was planned at the rate that is given for FP32, and with the workspace of FP32: a step is no "
+    "slower and takes no more"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is to be trained, how, on what. tokens: of a step. host_memory, device_memory: bytes in all, from which the
     libraries take theirs (device_memory None: the CPU computes). micro_batch: sequences (None: to be chosen).
-    loss_chunk: tokens of a micro-batch whose logits exist at a time (None: all).
+    loss_chunk: tokens of a micro-batch whose logits exist at a time (None: all). bf16: units compute with BF16 copies
+    of the weights.
     """
 
     model: str
@@ -54,6 +59,7 @@ class Question:
     device_memory: int | None = None
     micro_batch: int | None = None
     loss_chunk: int | None = None
+    bf16: bool = False
     deferred: bool = False
     resident: float | None = None
     total_tokens: int | None = None
@@ -124,7 +130,7 @@ class Sized:
         return max(0, self.question.device_memory - _sum(self.beside_device))
 
     def workload(self) -> Workload:
-        return training_workload(self.units, deferred=self.question.deferred)
+        return training_workload(self.units, deferred=self.question.deferred, bf16=self.question.bf16)
 
     def plan(self, candidates: Sequence[Knobs] | None = None) -> Plan:
         """The planner's answer. Raises `ShortageError`."""
@@ -134,6 +140,7 @@ class Sized:
                 self.question.hardware,
                 Limits(host_bytes=self.host_budget, resident=self.question.resident, device_bytes=self.device_budget),
                 deferred=self.question.deferred,
+                bf16=self.question.bf16,
                 candidates=candidates,
             )
         except ShortError as error:
@@ -165,18 +172,20 @@ def sized(question: Question) -> Sized:
         notes.append(
             "this architecture is not known by arithmetic: transformers built it without weights and was asked"
         )
+    if question.bf16:
+        notes.append(BF16_NOTE)
     memory = question.device_memory if question.device_memory is not None else question.host_memory
     on_device = question.device_memory is not None
 
     def workspace(rows: int) -> int:
-        costs = facts.costs(rows, question.seq_len, question.loss_chunk, on_device)
+        costs = facts.costs(rows, question.seq_len, question.loss_chunk, on_device, question.bf16)
         return compute_lines(costs, facts.head, question.rows // rows, on_host=False)[-1].nbytes
 
     micro_batch = question.micro_batch
     if micro_batch is None:
         micro_batch = chosen_micro_batch(question.rows, memory, workspace)
         notes.append(f"micro-batch {micro_batch} was chosen: it computes in a quarter of the memory at most")
-    costs = facts.costs(micro_batch, question.seq_len, question.loss_chunk, on_device)
+    costs = facts.costs(micro_batch, question.seq_len, question.loss_chunk, on_device, question.bf16)
     count = question.rows // micro_batch
     chunked = chunk_length(micro_batch, question.seq_len, question.loss_chunk) < question.seq_len
     return Sized(
@@ -228,6 +237,7 @@ def from_plan(ready: Sized, plan: Plan, hardware: Hardware, drives: tuple[Drive,
         micro_batch=ready.micro_batch,
         seq_len=question.seq_len,
         loss_chunk=question.loss_chunk,
+        precision="bf16" if question.bf16 else "fp32",
         deferred=question.deferred,
         plan=plan,
         hardware=hardware,
@@ -290,12 +300,21 @@ class _Facts:
     def head(self) -> str:
         return self.units[-1].name
 
-    def costs(self, micro_batch: int, seq_len: int, loss_chunk: int | None, gpu: bool) -> Mapping[str, UnitCost]:
+    def costs(
+        self, micro_batch: int, seq_len: int, loss_chunk: int | None, gpu: bool, bf16: bool
+    ) -> Mapping[str, UnitCost]:
+        costs: Mapping[str, UnitCost] | None
         if self.model is not None:
-            return _profiled(self, micro_batch, seq_len, loss_chunk)
-        costs = estimate(self.config, micro_batch, seq_len, gpu=gpu, loss_chunk=loss_chunk)
+            costs = _profiled(self, micro_batch, seq_len, loss_chunk)
+        else:
+            costs = estimate(self.config, micro_batch, seq_len, gpu=gpu, loss_chunk=loss_chunk)
         assert costs is not None, "a config with sizes but without costs"
-        return costs
+        return {name: _halved(cost) for name, cost in costs.items()} if bf16 else costs
+
+
+def _halved(cost: UnitCost) -> UnitCost:
+    """What is handed on in BF16; `BF16_NOTE` says what of the workspace."""
+    return replace(cost, input_bytes=cost.input_bytes // 2, output_bytes=cost.output_bytes // 2)
 
 
 @cache

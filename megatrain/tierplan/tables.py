@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from megatrain.programs import WEIGHT_BF16
 from megatrain.sizes import format_count, format_rate, format_seconds, format_size
 from megatrain.tierplan.advice import Help
 from megatrain.tierplan.forecast import DAY_S, MODEL_FLOPS, RECOMPUTED_FLOPS, Assumption, Forecast, Memory
@@ -65,7 +66,7 @@ def _state(forecast: Forecast) -> Table:
         table.add_row(kind, *(format_size(nbytes) for nbytes in at), format_size(everywhere))
     if "grad" not in placement["HOST"]:
         table.add_row("grad", *("-" for _ in placement), "used at once")
-    if placement.get("DEVICE", {}).get("weight"):
+    if any(placement.get("DEVICE", {}).get(kind) for kind in ("weight", WEIGHT_BF16)):
         table.caption, table.caption_justify = "weights on DEVICE: copies that stay from forward to backward", "left"
     share = forecast.nvme_share()
     blank = [""] * (len(placement) - 2)
