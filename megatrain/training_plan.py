@@ -21,8 +21,8 @@ from typing import Literal
 from megatrain.programs import UnitSize, late_units, training_workload
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
-from tiering.lower import Knobs
 from tiering.plan import Plan, ShortError, make_plan
+from tiering.turns import Knobs
 
 _SHARE = 1 / 8
 _WORTH = 0.985

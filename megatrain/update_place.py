@@ -24,8 +24,8 @@ def refuse_place(run: RunConfig, *, has_device: bool) -> None:
         )
     if run.train.update_on == "device" and run.train.precision == "bf16":
         raise UserError(
-            "train.update_on: device: with train.precision: bf16 an update makes the BF16 copy of a weight, and only the "
-            "CPU does. Fix: train.update_on: auto, or another train.precision"
+            "train.update_on: device: with train.precision: bf16 an update makes the BF16 copy of a weight, which only "
+            "the CPU does. Fix: train.update_on: auto, or another train.precision"
         )
 
 

@@ -21,8 +21,9 @@ from toy import free_workloads, toy_units, toy_workload, wrong
 from tiering.check import check
 from tiering.errors import ScheduleError
 from tiering.homes import Placement, place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.schedule import Action, Operand, Schedule, Verb, order
+from tiering.turns import Knobs
 from tiering.workload import PAGE, Workload
 
 

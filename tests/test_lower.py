@@ -17,8 +17,9 @@ from megatrain.programs import training_workload
 from tiering.check import check
 from tiering.device import on_device
 from tiering.homes import Placement, choose_homes, place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.schedule import Schedule, Verb
+from tiering.turns import Knobs
 from tiering.workload import PAGE, Workload
 
 

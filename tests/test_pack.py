@@ -11,8 +11,9 @@ from toy import toy_units
 
 from megatrain.programs import training_workload
 from tiering.homes import place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.pack import Arc, live_bytes, pack
+from tiering.turns import Knobs
 
 LINES = 24
 QUICK = settings(max_examples=150, derandomize=True, deadline=None)

@@ -19,9 +19,10 @@ from tiering.costs import step_io_bytes
 from tiering.errors import BudgetError
 from tiering.hardware import assumed_hardware
 from tiering.homes import place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.plan import MiB, Plan, make_plan, refuse
 from tiering.schedule import Schedule, Verb, moved_bytes
+from tiering.turns import Knobs
 from tiering.workload import PAGE, Workload
 
 HARDWARE = assumed_hardware()

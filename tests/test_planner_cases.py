@@ -27,8 +27,8 @@ from megatrain.tierplan.question import Question, ShortageError, forecast, sized
 from tiering.costs import state_bytes
 from tiering.errors import BudgetError
 from tiering.hardware import assumed_hardware
-from tiering.lower import Knobs
 from tiering.plan import make_plan, refuse
+from tiering.turns import Knobs
 from tiering.workload import pages
 
 MiB = 1 << 20

@@ -42,10 +42,11 @@ from tiering.device import on_device
 from tiering.errors import WrongStateError
 from tiering.hardware import Rate, assumed_hardware
 from tiering.homes import place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.measure_device import DeviceRates
 from tiering.plan import make_plan
 from tiering.schedule import Verb, moved_bytes
+from tiering.turns import Knobs
 from tiering.workload import Workload
 
 MiB = 1 << 20

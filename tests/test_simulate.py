@@ -17,10 +17,11 @@ from megatrain.programs import training_workload
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware, Rate, assumed_hardware
 from tiering.homes import choose_homes, place
-from tiering.lower import Knobs, lower
+from tiering.lower import lower
 from tiering.plan import MiB, make_plan
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, op_seconds, seconds, simulate
+from tiering.turns import Knobs
 from tiering.workload import PAGE, Block, Lane, Op, Program, Touch, Workload, make_workload
 
 ROUNDING = 1e-6

@@ -1,8 +1,9 @@
 """Lowering: from a program, homes and knobs to a schedule with every HOST address assigned.
 
-Scope: cutting tiled ops into tiles; deciding when bytes enter and leave HOST and DEVICE (their *stays*); placing READ,
-WRITE and DROP around the ops; static addresses (`pack.py`) and the order that the bytes impose (`schedule.order`).
-Not here: choosing homes and knobs (`plan.py`); proving the result (`check.py`, which shares no code with this file).
+Scope: deciding when bytes enter and leave HOST and DEVICE (their *stays*); placing READ, WRITE and DROP around the ops;
+static addresses (`pack.py`) and the order that the bytes impose (`schedule.order`).
+Not here: cutting a program into turns (`turns.py`), choosing homes and knobs (`plan.py`), proving the result (`check.py`,
+which shares no code with this file).
 """
 
 from bisect import bisect_left
@@ -12,40 +13,8 @@ from dataclasses import dataclass, field, replace
 from tiering.homes import Placement
 from tiering.pack import Arc, live_bytes, pack
 from tiering.schedule import Action, Operand, Schedule, Verb, order
-from tiering.workload import COPIES, PAGE, Block, Lane, Op, Program, Tier, Touch, Workload, pages, spread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
-    """lookahead: computing ops ahead that a READ is issued. lag: computing ops that a tiled op may trail its cause.
-    tile_bytes: grain of tiled ops. ring: tiles staged at a time. copies_ahead: computing ops ahead of an H2D.
-    """
-
-    lookahead: int
-    lag: int
-    tile_bytes: int
-    ring: int
-    copies_ahead: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """One op to do. `order` counts the computing ops before it; lo:hi is its tile of a block of `largest` bytes (the
-    whole of each block if not tiled).
-    """
-
-    op: Op
-    name: str
-    lo: int
-    hi: int | None
-    order: int
-    largest: int = 0
-
-    def part(self, nbytes: int) -> tuple[int, int]:
-        """What it touches of a block of `nbytes`."""
-        if self.hi is None:
-            return 0, nbytes
-        return (self.lo, self.hi) if nbytes == self.largest else (self.lo // 2, pages(self.hi // 2))
+from tiering.turns import Access, Cut, Knobs, Turn
+from tiering.workload import Block, Lane, Program, Tier, Touch, Workload
 
 
 @dataclass(slots=True)
@@ -70,20 +39,6 @@ class _Stay:
     ends: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """number: counts all accesses of a program."""
-
-    number: int
-    turn: int
-    lo: int
-    hi: int
-    op: Op
-    defines: bool
-    writes: bool
-    order: int
-
-
 @dataclass(slots=True)
 class _Step:
     """An action of which it is not known yet what it waits for."""
@@ -103,57 +58,6 @@ class _Step:
             after=after,
             next_pass=self.next_pass,
         )
-
-
-class Cut:
-    """A program, spread and cut into turns: what all homes and all rings have in common.
-
-    `accesses`: per block, in order, those to any of its bytes. `fresh`: for tiles that are copied to a device, the turn
-    from which on NVME has their newest bytes, by the number of the access.
-    """
-
-    def __init__(self, workload: Workload, program: Program, knobs: Knobs) -> None:
-        self.workload = workload
-        self.program = spread(program, knobs.lag, knobs.copies_ahead)
-        self.turns = list(self._turns(knobs.tile_bytes))
-        self.orders = [turn.order for turn in self.turns]
-        self.copies = any(op.lane in COPIES for op in program.ops)
-        self.computing_ops = sum(op.computes for op in program.ops)
-        self.accesses: dict[str, list[_Access]] = {}
-        number = 0
-        for index, turn in enumerate(self.turns):
-            for touch in turn.op.touches:
-                lo, hi = turn.part(workload.blocks[touch.block].nbytes)
-                access = _Access(number, index, lo, hi, turn.op, touch.defines, touch.writes, turn.order)
-                self.accesses.setdefault(touch.block, []).append(access)
-                number += 1
-        self.fresh = dict(self._fresh()) if any(op.tiled and op.lane == "h2d" for op in program.ops) else {}
-
-    def _fresh(self) -> Iterator[tuple[int, int]]:
-        """Not for tiles of an update on HOST: nobody else writes those, except in a stay that they are part of."""
-        for accesses in self.accesses.values():
-            for at, access in enumerate(accesses):
-                if access.op.tiled and access.op.lane == "h2d" and not access.defines:
-                    here = [x for x in accesses[:at] if x.writes and x.lo < access.hi and access.lo < x.hi]
-                    before = [x for x in accesses[at:] if x.writes and x.lo < access.hi and access.lo < x.hi]
-                    if here:
-                        yield access.number, here[-1].turn + 1
-                    elif before and self.program.cyclic:
-                        yield access.number, before[-1].turn + 1 - len(self.turns)
-
-    def _turns(self, tile_bytes: int) -> Iterator[_Turn]:
-        before = 0
-        for op in self.program.ops:
-            if not op.tiled:
-                yield _Turn(op, op.name, 0, None, before)
-                before += op.computes
-                continue
-            sizes = {self.workload.blocks[touch.block].nbytes for touch in op.touches}
-            largest = max(sizes)
-            halves = len(sizes) > 1 and largest > tile_bytes
-            assert not halves or tile_bytes % (2 * PAGE) == 0, f"half a tile of {tile_bytes} bytes is no whole pages"
-            for number, lo in enumerate(range(0, largest, tile_bytes)):
-                yield _Turn(op, f"{op.name}#{number}", lo, min(lo + tile_bytes, largest), before, largest)
 
 
 def lower(workload: Workload, program: Program, placement: Placement, knobs: Knobs) -> Schedule:
@@ -216,7 +120,7 @@ class Draft:
             moved[stay.block] += read + sum(hi - lo for _, lo, hi in stay.writes)
         return moved
 
-    def _moved(self) -> dict[str, list[_Access]]:
+    def _moved(self) -> dict[str, list[Access]]:
         """Per block, in the order in which they are met, the accesses to bytes that have no home in HOST."""
         held = self.placement.host_bytes
         moved = {}
@@ -226,7 +130,7 @@ class Draft:
                 moved[name] = found
         return dict(sorted(moved.items(), key=lambda item: item[1][0].number))
 
-    def _stay(self, block: Block, accesses: Sequence[_Access]) -> None:
+    def _stay(self, block: Block, accesses: Sequence[Access]) -> None:
         count = len(self.turns)
         groups = self._groups(block, accesses)
         previous_last = groups[-1][-1].turn - count if self.program.cyclic else -1
@@ -243,13 +147,13 @@ class Draft:
                     stay.fill = min(stay.first, max(self._lead(group[0].order), previous_last + 1))
             previous_last = group[-1].turn
 
-    def _groups(self, block: Block, accesses: Sequence[_Access]) -> list[list[_Access]]:
+    def _groups(self, block: Block, accesses: Sequence[Access]) -> list[list[Access]]:
         """Accesses near enough to each other that the bytes stay in HOST between them."""
         knobs, cut = self.knobs, self.cut
         near = max(knobs.lookahead, knobs.lag + 1 + (knobs.copies_ahead if cut.copies else 0))
         local = block.life == "local"
-        groups: list[list[_Access]] = []
-        group: list[_Access] = []
+        groups: list[list[Access]] = []
+        group: list[Access] = []
         for access in accesses:
             defines = access.defines and not (group and group[-1].op is access.op)  # tiles define a block together
             if not group or defines or (not local and access.order - group[-1].order > near):
@@ -263,7 +167,7 @@ class Draft:
             groups[-1].extend([replace(access, turn=access.turn + count) for access in groups.pop(0)])
         return groups
 
-    def _tile(self, block: Block, access: _Access) -> _Stay:
+    def _tile(self, block: Block, access: Access) -> _Stay:
         """A stay for one use by one tile."""
         turn, lo, hi = access.turn, access.lo, access.hi
         writes = [(turn, lo, hi)] if access.writes else []
@@ -272,7 +176,7 @@ class Draft:
         self.stays.append(stay)
         return stay
 
-    def _whole(self, block: Block, group: Sequence[_Access]) -> _Stay:
+    def _whole(self, block: Block, group: Sequence[Access]) -> _Stay:
         """A stay of the whole block for all uses of a group."""
         count = len(self.turns)
         first, last = group[0].turn, group[-1].turn
@@ -373,7 +277,7 @@ class Draft:
             for stay in self.drops[index]:
                 yield _transfer(Verb.DROP, stay, stay.lo, stay.hi, False, blocks[stay.block].tier)
 
-    def _operand(self, touch: Touch, turn: _Turn, stay: _Stay | None) -> Operand:
+    def _operand(self, touch: Touch, turn: Turn, stay: _Stay | None) -> Operand:
         """stay: None for bytes at their home."""
         block = self.workload.blocks[touch.block]
         lo, hi = turn.part(block.nbytes)

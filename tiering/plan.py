@@ -12,9 +12,10 @@ from tiering.device import on_device, worth_keeping
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware
 from tiering.homes import Placement, choose_homes, place
-from tiering.lower import Cut, Draft, Knobs
+from tiering.lower import Draft
 from tiering.schedule import Action, Operand, Schedule, Verb, order
 from tiering.simulate import Timeline, simulate
+from tiering.turns import Cut, Knobs
 from tiering.workload import Program, Tier, Workload
 
 MiB = 1 << 20

@@ -30,8 +30,8 @@ from megatrain.workspace import (
 )
 from tiering.errors import BudgetError
 from tiering.hardware import RATE_UNITS, Drive, Hardware, all_drives
-from tiering.lower import Knobs
 from tiering.plan import Line, Plan, ShortError, frugal
+from tiering.turns import Knobs
 from tiering.workload import Tier, Workload
 
 DEFAULT_SEQ = 2048

@@ -10,9 +10,9 @@ from megatrain.errors import UserError
 from megatrain.tierplan.forecast import Forecast
 from megatrain.tierplan.question import Question, ShortageError, Sized, forecast, from_plan, sized
 from tiering.errors import BudgetError
-from tiering.lower import Knobs
 from tiering.plan import make_plan
 from tiering.simulate import simulate
+from tiering.turns import Knobs
 
 
 def with_drives(ready: Sized, base: Forecast, question: Question) -> Forecast:
