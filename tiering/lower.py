@@ -2,8 +2,8 @@
 
 Scope: deciding when bytes enter and leave HOST and DEVICE (their *stays*); placing READ, WRITE and DROP around the ops;
 static addresses (`pack.py`) and the order that the bytes impose (`schedule.order`).
-Not here: cutting a program into turns (`turns.py`), choosing homes and knobs (`plan.py`), proving the result (`check.py`,
-which shares no code with this file).
+Not here: cutting a program into turns (`turns.py`), choosing homes and knobs (`plan.py`), proving the result
+(`check.py`, which shares no code with this file).
 """
 
 from bisect import bisect_left
