@@ -21,6 +21,7 @@ import typer
 import yaml
 from rich.console import Console
 
+import megatrain.goodbye
 import megatrain.trainer
 from benchmarks.presets import llama, parameters
 from megatrain.config import load_run
@@ -101,7 +102,7 @@ def _run(folder: Path, hidden: int, steps: int, with_checksums: bool) -> float:
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     create = staticmethod(partial(BlockStore.create, checksums=with_checksums))
-    with patch.object(BlockStore, "create", create), patch.object(megatrain.trainer, "SAMPLE_MOST_S", 0.0):
+    with patch.object(BlockStore, "create", create), patch.object(megatrain.goodbye, "SAMPLE_MOST_S", 0.0):
         megatrain.trainer.train(load_run(folder / "run.yaml"), resume=False, console=Console(quiet=True))
     rows = [json.loads(line) for line in (folder / "run" / megatrain.trainer.LOG_FILE).read_text().splitlines()]
     return statistics.median(row["wall_s"] for row in rows[1:])

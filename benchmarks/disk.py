@@ -22,6 +22,7 @@ from megatrain.sizes import format_rate, format_size
 from tiering import gds
 from tiering.drive import DriveFacts, drive_facts
 from tiering.engine import Extent, IOEngine, View, flat
+from tiering.gds_trial import best_settings
 from tiering.hardware import READ_SHARE
 from tiering.hardware_file import ByteRate
 from tiering.limits import memory_limit
@@ -191,7 +192,8 @@ def measure(
     ]
     why = "it has no buffered form" if buffered else gds.probe(path)
     if why is None:
-        engines.append((gds.KvikioEngine(max(depths)), depths))
+        settings = best_settings(path, memory=min(_memory(), 128 * MiB))
+        engines.append((gds.KvikioEngine(max(depths), settings=settings), depths))
     else:
         not_run["kvikio"] = why
     program = fio.found()

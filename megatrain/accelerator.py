@@ -100,6 +100,11 @@ def pin_line(lanes: Lanes) -> str:
     return lanes.pin_line if isinstance(lanes, CudaLanes) else ""
 
 
+def node_line(lanes: Lanes) -> str:
+    """On which NUMA node host memory lies; empty where nothing is copied, and on a machine with one node."""
+    return lanes.node_line if isinstance(lanes, CudaLanes) else ""
+
+
 def move_buffers(model: nn.Module, device: torch.device) -> int:
     """Brings what the model computes with besides its parameters (`inv_freq`, masks) there; returns its bytes."""
     moved: dict[int, torch.Tensor] = {}

@@ -102,6 +102,7 @@ def examine(facts: Facts, path: Path | None, wanted: Sequence[int] = (), *, prob
             _direct_storage(facts, path, probe),
             _shm(facts.shm_bytes),
             _memory(facts),
+            *_numa(facts),
             *_pinning(facts, wanted, probe),
             *(() if path is None else _place(path)),
         )
@@ -177,7 +178,9 @@ def _direct_storage(facts: Facts, path: Path | None, probe: Probe) -> Check:
         if not trial.ok:
             reasons.append((f"a probe transfer failed: {trial.why}", "a kvikio that fits the driver"))
         else:
-            mode = "kvikio, in its compatibility mode" if reasons else "kvikio with GPUDirect Storage"
+            direct = trial.path == "gds" if trial.path in ("gds", "compat") else not reasons
+            mode = "kvikio with GPUDirect Storage" if direct else "kvikio, in its compatibility mode"
+            mode += f" ({trial.why})"
     if not reasons:
         return Check(name="GPUDirect Storage", state="ok", found=f"mode used: {mode}")
     found = f"{'; '.join(reason for reason, _ in reasons)}. Mode used: {mode}"
@@ -208,6 +211,26 @@ def _memory(facts: Facts) -> Check:
         fix = f"more memory: the libraries alone take some hundred MiB of these {facts.memory_bytes} bytes"
         return Check(name="memory", state="warn", found=found, fix=fix)
     return Check(name="memory", state="ok", found=f"{found}; {format_size(facts.available_bytes)} free now")
+
+
+def _numa(facts: Facts) -> Iterator[Check]:
+    """Only where memory is on more than one node."""
+    if len(facts.nodes) < 2:
+        return
+    each = ", ".join(
+        f"node {node.number} {format_size(node.memory_bytes)}{'' if node.has_cpus else ' without processors, not used'}"
+        for node in facts.nodes
+    )
+    if not facts.cuda.device:
+        yield Check(name="NUMA nodes", state="ok", found=f"{each}; memory comes from where it is first touched")
+        return
+    near = "not known" if facts.device_node is None else f"node {facts.device_node}"
+    found = f"{each}; the GPU: {near}"
+    if facts.device_node is None:
+        fix = "nothing for a virtual machine; otherwise a firmware that tells the node of PCI devices"
+        yield Check(name="NUMA nodes", state="warn", found=found, fix=fix)
+        return
+    yield Check(name="NUMA nodes", state="ok", found=found)
 
 
 def _pinning(facts: Facts, wanted: Sequence[int], probe: Probe) -> Iterator[Check]:

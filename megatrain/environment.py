@@ -16,15 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-import psutil
-
 from megatrain.errors import UserError
 from megatrain.sizes import parse_size
-from tiering.limits import memory_limit
+from tiering.limits import memory_available, memory_limit
+from tiering.numa import Node, device_node, memory_nodes
 from tiering.pinning import PinFacts
 
 PIN_LIMIT = "MEGATRAIN_PIN_LIMIT"
-_CARD_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl")
+_CARD_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/kfd")
 PACKAGES = ("torch", "transformers")
 CAP_IPC_LOCK = 14
 """Bit of the capability that lifts RLIMIT_MEMLOCK; source: `linux/capability.h`."""
@@ -64,7 +63,8 @@ class DirectStorage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """shm_bytes: size of /dev/shm, None without one. memory_why: what sets `memory_bytes`. memlock_bytes: None where
-    this process may lock what it likes. pin_limit_bytes: of the variable `MEGATRAIN_PIN_LIMIT`.
+    this process may lock what it likes. pin_limit_bytes: of the variable `MEGATRAIN_PIN_LIMIT`. nodes: NUMA nodes with
+    memory; device_node: the one of the first device, None where nobody knows.
     """
 
     packages: tuple[Package, ...]
@@ -77,6 +77,8 @@ class Facts:
     available_bytes: int
     memlock_bytes: int | None
     pin_limit_bytes: int | None
+    nodes: tuple[Node, ...] = ()
+    device_node: int | None = None
 
     def pin_facts(self, probed_bytes: int = 0) -> PinFacts:
         return PinFacts(
@@ -103,12 +105,13 @@ def gather(
     limit = memlock() if memlock is not None else resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memory_bytes, memory_why = memory_limit()
     torch, torch_error = _imported("torch")
+    cuda = cuda_facts(torch, root)
     return Facts(
         packages=(
             Package(name="python", version=platform.python_version(), wanted=_python_wanted()),
             *(_package(name, torch_error if name == "torch" else "") for name in PACKAGES),
         ),
-        cuda=cuda_facts(torch, root),
+        cuda=cuda,
         storage=DirectStorage(
             kvikio=_is_installed("kvikio"),
             libcuda=loads("libcuda.so.1"),
@@ -119,10 +122,22 @@ def gather(
         shm_bytes=_file_system_bytes(root / "dev/shm"),
         memory_bytes=memory_bytes,
         memory_why=memory_why,
-        available_bytes=min(memory_bytes, psutil.virtual_memory().available),
+        available_bytes=memory_available(),
         memlock_bytes=None if limit == resource.RLIM_INFINITY or _may_lock_all(root) else limit,
         pin_limit_bytes=pin_limit(environ),
+        nodes=memory_nodes(root),
+        device_node=_device_node(root) if cuda.device else None,
     )
+
+
+def _device_node(root: Path) -> int | None:
+    """Of the first device, which torch sees."""
+    import torch
+
+    from tiering.cuda import pci_address  # imports torch: only where that works
+
+    address = pci_address(torch.device("cuda", 0))
+    return None if address is None else device_node(address, root)
 
 
 def _imported(name: str) -> tuple[ModuleType | None, str]:
@@ -161,7 +176,7 @@ def cuda_facts(torch: ModuleType | None = None, root: Path = Path("/")) -> Cuda:
     torch = _imported("torch")[0] if torch is None else torch
     if torch is None:
         return Cuda(why="torch cannot be imported", card=card)
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
         return Cuda(why=f"torch {torch.__version__} is built without CUDA", card=card)
     try:
         if torch.cuda.is_available():

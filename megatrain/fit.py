@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import psutil
-
 from megatrain.catalog.estimate import estimate
 from megatrain.catalog.shapes import unit_sizes
 from megatrain.config import RunConfig
@@ -19,7 +17,7 @@ from tiering.choose import refuse_engine
 from tiering.device import on_device
 from tiering.errors import BudgetError
 from tiering.hardware_file import DriveEntry, HardwareFile, load
-from tiering.limits import memory_limit
+from tiering.limits import memory_available, memory_limit
 from tiering.plan import refuse
 
 
@@ -101,9 +99,8 @@ def resident_share(run: RunConfig) -> float | None:
 def host_budget(run: RunConfig) -> int:
     """`tiers.host_memory`, or half of what is available to this process. Raises UserError if the machine has less."""
     limit, why = memory_limit()
-    available = min(limit, psutil.virtual_memory().available)
     if run.tiers.host_memory is None:
-        return available // 2
+        return memory_available() // 2
     if run.tiers.host_memory > limit:
         raise UserError(
             f"tiers.host_memory: {run.tiers.host_memory} bytes is more than {why} allows ({limit} bytes). "

@@ -16,8 +16,11 @@ from rich.table import Table
 
 from megatrain.errors import UserError
 from megatrain.sizes import format_rate, format_size
+from tiering import gds
 from tiering.choose import choose_engine
 from tiering.drive import DriveFacts, drive_facts
+from tiering.gds_settings import GdsSettings
+from tiering.gds_trial import best_settings
 from tiering.hardware import Rate
 from tiering.hardware_file import (
     ByteRate,
@@ -26,6 +29,7 @@ from tiering.hardware_file import (
     FlopRate,
     HardwareFile,
     HostEntry,
+    KvikioEntry,
     dump,
     refuse_target,
 )
@@ -67,17 +71,20 @@ def measure_machine(paths: Sequence[Path], out: Path, *, quick: bool, console: C
         def step(what: str) -> None:
             progress.update(task, description=what)
 
+        step("kvikio")
+        settings = best_settings(paths[0], memory=memory) if gds.probe(paths[0]) is None else None
         drives = []
         for path, fact in zip(paths, facts, strict=True):
             step(f"drive of {path}")
-            drives.append(_drive(path, fact, memory, quick))
+            drives.append(_drive(path, fact, memory, quick, settings))
             progress.advance(task)
-        host = _host(paths[0], drives[0], memory, step)
+        host = _host(paths[0], drives[0], memory, settings, step)
         progress.advance(task)
         found = first_device()
         device = _device(found, host, memory, step) if found is not None else None
         progress.advance(task)
-    file = HardwareFile(host=host, device=device, drives=tuple(drives))
+    kvikio = KvikioEntry.of(settings) if settings is not None else None
+    file = HardwareFile(host=host, device=device, kvikio=kvikio, drives=tuple(drives))
     dump(file, out)
     return file
 
@@ -97,8 +104,8 @@ def _refuse_shared(paths: Sequence[Path], facts: Sequence[DriveFacts]) -> None:
         seen |= dict.fromkeys(keys, path)
 
 
-def _drive(path: Path, facts: DriveFacts, memory: int, quick: bool) -> DriveEntry:
-    with choose_engine("auto", path)[0] as engine:
+def _drive(path: Path, facts: DriveFacts, memory: int, quick: bool, settings: GdsSettings | None) -> DriveEntry:
+    with choose_engine("auto", path, settings=settings)[0] as engine:
         rates = measure_drive(
             path,
             engine,
@@ -110,7 +117,9 @@ def _drive(path: Path, facts: DriveFacts, memory: int, quick: bool) -> DriveEntr
     return DriveEntry.of(path, facts, rates)
 
 
-def _host(path: Path, drive: DriveEntry, memory: int, step: Callable[[str], None]) -> HostEntry:
+def _host(
+    path: Path, drive: DriveEntry, memory: int, settings: GdsSettings | None, step: Callable[[str], None]
+) -> HostEntry:
     limit, why = memory_limit()
     shape = product_shape(WIDTH, TOKENS, memory)
     step("matrix products")
@@ -120,7 +129,7 @@ def _host(path: Path, drive: DriveEntry, memory: int, step: Callable[[str], None
     step("host copies")
     copies = ByteRate.of(host_copy_rate(min(COPY_BYTES, memory // 2)))
     step("computing beside a busy drive")
-    with choose_engine("auto", path)[0] as engine:
+    with choose_engine("auto", path, settings=settings)[0] as engine:
         taken = io_steals(path, engine, width=WIDTH, tokens=TOKENS, memory=memory, depth=drive.queue_depth)
     return HostEntry(
         memory_bytes=limit,
@@ -162,6 +171,8 @@ def render(file: HardwareFile, out: Path, console: Console) -> None:
         highlight=False,
     )
     console.print(f"GPU: {device.name}, {format_size(device.memory_bytes)}" if device else "GPU: none", highlight=False)
+    if file.gds_settings is not None:
+        console.print(f"kvikio: {file.gds_settings.line()}", highlight=False)
     for drive in file.drives:
         console.print(_facts(drive), highlight=False, markup=False)
     for title, part in (("Host", host), ("GPU", device), *((f"Drive {drive.path}", drive) for drive in file.drives)):

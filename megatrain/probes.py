@@ -27,10 +27,13 @@ FIRST_TO_DIE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Did the trial work, and what did it see; one line."""
+    """Did the trial work, and what did it see; one line. path: how memory of a device was moved, where that was tried
+    (of the names of `Traffic.by_path`).
+    """
 
     ok: bool
     why: str
+    path: str = ""
 
 
 def run_probe(arguments: Sequence[str], *, program: Sequence[str] = (), timeout_s: float = PROBE_S) -> Outcome:
@@ -48,7 +51,7 @@ def run_probe(arguments: Sequence[str], *, program: Sequence[str] = (), timeout_
     lines = done.stdout.splitlines()
     with suppress(ValueError, KeyError, TypeError, IndexError):
         answer = json.loads(lines[-1])
-        return Outcome(ok=bool(answer["ok"]), why=str(answer["why"]))
+        return Outcome(ok=bool(answer["ok"]), why=str(answer["why"]), path=str(answer.get("path", "")))
     said = done.stderr.strip().splitlines()
     return Outcome(ok=False, why=said[-1] if said else f"exit code {done.returncode} and no word")
 
@@ -77,11 +80,18 @@ def register_with_cuda(nbytes: int) -> Outcome:
 
 
 def transfer_with_kvikio(path: Path) -> Outcome:
-    """Bytes to a file below `path` and back."""
-    from tiering.gds import probe
+    """Bytes of RAM to a file below `path` and back, then bytes of the device, if there is one."""
+    from tiering import gds
 
-    reason = probe(path)
-    return Outcome(ok=reason is None, why=reason or "a probe transfer worked")
+    reason = gds.probe(path)
+    if reason is not None:
+        return Outcome(ok=False, why=reason)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Outcome(ok=True, why="RAM: a probe transfer worked; device memory: not tried, torch sees no device")
+    found = gds.probe_device(path, torch.device("cuda", 0))
+    return Outcome(ok=True, why=f"RAM: a probe transfer worked; {found.line()}", path=found.path)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -96,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
     else:
         assert what == "kvikio", f"no such trial: {what}"
         found = transfer_with_kvikio(Path(value))
-    print(json.dumps({"ok": found.ok, "why": found.why}))
+    print(json.dumps({"ok": found.ok, "why": found.why, "path": found.path}))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """The loop of a run: from a run file to trained, committed state.
 
 Scope: opening the state (new or resumed), steps, commits, the progress line and log, a clean end on Ctrl-C.
-Not here: one step (`engine.py`), what is decided beforehand (`prepare.py`).
+Not here: one step (`engine.py`), what is decided beforehand (`prepare.py`), what is said at the end (`goodbye.py`).
 """
 
 import hashlib
 import json
-import os
-import shlex
-import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +18,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from megatrain.accelerator import pin_line
+from megatrain.accelerator import node_line, pin_line
 from megatrain.commits import CommitPace, failures_named, predicted_commit_s
 from megatrain.config import RUN_FILE, RunConfig, dump_run
 from megatrain.data import RunData, StepBatches, open_data
 from megatrain.device_memory import exhaustion_told
 from megatrain.engine import StepEngine, StepResult
 from megatrain.errors import UserError
-from megatrain.generate import decode, generate
+from megatrain.goodbye import command_name, goodbye
 from megatrain.inputs import tensors
 from megatrain.interrupts import collected_interrupts
 from megatrain.keeping import Keeping, room
@@ -44,6 +40,8 @@ from megatrain.steplog import append_row, first_row, largest_stall, step_row
 from megatrain.tracing import Recording, TraceRequest, recording
 from megatrain.validation import Validation
 from tiering.drives import find_drives, has_state, root_first
+from tiering.gds import KvikioEngine
+from tiering.hardware_file import load
 from tiering.manager import Manager
 from tiering.manifest import read_manifest
 from tiering.measure import by_drive
@@ -55,10 +53,6 @@ from tiering.trace import Figures
 
 INTERRUPTED = 130
 LOG_FILE = "log.jsonl"
-PROMPT_LENGTH = 24
-SAMPLE_TOKENS = 96
-SAMPLE_MOST_S = 15.0
-"""A sample that would take longer than this is left to the user."""
 
 
 def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest | None = None) -> int:
@@ -84,7 +78,7 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
         # Only here: a resume that is refused leaves the settings that the state was made with.
         (run.output.dir / RUN_FILE).write_text(dump_run(run))
         (run.output.dir / "plan.json").write_text(json.dumps(report.as_json(), indent=1))
-        for line in filter(None, (manager.engine_line, pin_line(manager.lanes))):
+        for line in filter(None, (manager.engine_line, pin_line(manager.lanes), node_line(manager.lanes))):
             console.print(line, markup=False, highlight=False)
         done = int(_number(manager.store.run, "step"))
         updates = int(_number(manager.store.run, "updates"))
@@ -94,55 +88,18 @@ def train(run: RunConfig, *, resume: bool, console: Console, trace: TraceRequest
             code = _Loop(prepared, batches, validation, manager, engine, console, trace).run(done)
         finally:
             engine.close()
+        if isinstance(manager.engine, KvikioEngine):
+            moved = manager.engine.traffic().line(manager.engine.name)
+            console.print(moved, markup=False, highlight=False, soft_wrap=True)
     _say_compiled(prepared, console)
     if code == 0:
-        _goodbye(prepared, batches, console)
+        goodbye(prepared, batches, console)
     return code
 
 
 def _say_compiled(prepared: Prepared, console: Console) -> None:
     if prepared.compiler is not None:
         console.print(prepared.compiler.line(), markup=False, highlight=False, soft_wrap=True)
-
-
-def _goodbye(prepared: Prepared, batches: StepBatches, console: Console) -> None:
-    """A sample of what the model has learned, where everything is, and what to do next."""
-    run = prepared.run
-    folder = run.output.dir
-    prompt = _prompt(run, batches)
-    weights, hardware = sum(unit.nbytes for unit in prepared.units.stored), prepared.hardware
-    # Each token reads every weight and computes with it for all tokens before (2 flops a weight of 4 bytes).
-    length = PROMPT_LENGTH + SAMPLE_TOKENS / 2
-    token_s = weights / hardware.read.per_s + weights / 2 * length / prepared.cpu.per_s
-    if SAMPLE_TOKENS * token_s < SAMPLE_MOST_S:
-        options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "temperature": 0.8, "seed": run.train.seed}
-        text = generate(folder, prompt, **options, console=console)
-        console.print("A sample (the prompt is from the data):", style="bold")
-        console.print(text, markup=False, highlight=False)
-    longer = f"train {folder / RUN_FILE} --resume --set train.steps={run.train.steps * 2}\n      {_command()} "
-    decays = run.optimizer.schedule_steps is not None  # then more steps would learn nothing
-    console.print(
-        f"Run folder: {folder} (log, plan, run file); state: {root_first(run.tiers.nvme)[0]} (a Zarr v3 hierarchy)\n"
-        f"Next: {_command()} {'' if decays else longer}generate {folder} --prompt {shlex.quote(prompt)}\n"
-        f"      {_command()} verify {folder / RUN_FILE} --steps 2",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _prompt(run: RunConfig, batches: StepBatches) -> str:
-    """The start of a line of the data. A window may begin anywhere: its first line is cut, unless there is no other."""
-    texts = [decode(run, row.tolist()) for row in batches.batch_at(0).input_ids]
-    whole = (line for text in texts for line in text.splitlines()[1:] if len(line.split()) > 1)
-    return next(whole, texts[0])[:PROMPT_LENGTH]
-
-
-def _command() -> str:
-    """What a person types to call this program from where it was called."""
-    if shutil.which("megatrain"):
-        return "megatrain"
-    beside = Path(sys.executable).parent / "megatrain"
-    return os.path.relpath(beside) if beside.is_file() else f"{sys.executable} -m megatrain"
 
 
 def _refuse_state(run: RunConfig, resume: bool) -> None:
@@ -221,6 +178,7 @@ def open_state(
     update = TiledAdamW(units, run.optimizer)
     options: dict[str, Any] = {"engine": run.tiers.engine, "serial": run.tiers.serial, "others": others}
     options["lanes"] = prepared.lanes()
+    options["gds_settings"] = load(run.tiers.hardware).gds_settings if run.tiers.hardware is not None else None
     named = identity(prepared, batches)
     if resume:
         manager = Manager.resume(prepared.plan, root, named, update, **options)
@@ -343,7 +301,7 @@ class _Loop:
                 if stop:
                     self.console.print(
                         f"Interrupted: step {number} of {steps} is committed. "
-                        f"Go on with: {_command()} train {self.run_config.output.dir / RUN_FILE} --resume",
+                        f"Go on with: {command_name()} train {self.run_config.output.dir / RUN_FILE} --resume",
                         soft_wrap=True,
                     )
                     return INTERRUPTED

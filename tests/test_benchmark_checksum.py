@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import megatrain.goodbye
 import megatrain.trainer
 from benchmarks import checksum
 from tiering.store import BlockStore
@@ -21,7 +22,7 @@ def test_the_benchmark_measures_steps_with_and_without_checksums(
 ) -> None:
     """Both kinds of store were really made; what it changed in the program is as before."""
     monkeypatch.setattr(checksum, "MIN_S", 0.01)
-    create, most_s = BlockStore.create, megatrain.trainer.SAMPLE_MOST_S
+    create, most_s = BlockStore.create, megatrain.goodbye.SAMPLE_MOST_S
     made: list[bool] = []
     real = checksum._run
 
@@ -39,4 +40,4 @@ def test_the_benchmark_measures_steps_with_and_without_checksums(
     found = json.loads(done.stdout)
     assert made == [True, False] and len(found["with_s"]) == len(found["without_s"]) == 1
     assert min(found["bytes_per_s"].values()) > 0 and list(tmp_path.iterdir()) == []
-    assert BlockStore.create is create and most_s == megatrain.trainer.SAMPLE_MOST_S
+    assert BlockStore.create is create and most_s == megatrain.goodbye.SAMPLE_MOST_S

@@ -103,6 +103,7 @@ def test_a_kvikio_that_works_is_taken_and_moves_bytes(
     [
         ("KvikIO failure at: /a.cpp:1: No space left on device", DiskFullError),
         ("cuFile: bad handle", IOFailedError),
+        (NO_CUDA, IOFailedError),
     ],
 )
 def test_what_kvikio_says_becomes_a_typed_error(
@@ -117,5 +118,6 @@ def test_what_kvikio_says_becomes_a_typed_error(
     with engine:
         engine._open = failing(RuntimeError(said))  # type: ignore[attr-defined]
         extent = Extent(path=path, offset=0, nbytes=PAGE, block="head/weight")
-        with pytest.raises(kind, match=rf"head/weight: write of 4096 bytes at offset 0 of {path}"):
+        with pytest.raises(kind, match=rf"head/weight: write of 4096 bytes at offset 0 of {path}") as raised:
             engine.submit_write(extent, memoryview(bytearray(PAGE))).result()
+    assert type(raised.value) is kind, f"a library that is missing is no damage: {raised.value}"

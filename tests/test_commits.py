@@ -21,6 +21,7 @@ from models import MODELS
 from rich.console import Console
 
 import megatrain.commits
+import megatrain.goodbye
 import megatrain.trainer
 from megatrain.commits import MOST_S, SHARE, CommitPace, predicted_commit_s
 from megatrain.config import load_run
@@ -88,7 +89,7 @@ def test_the_words_name_steps_seconds_and_share() -> None:
 
 @pytest.fixture
 def _quiet(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def state(root: Path) -> dict[str, bytes]:

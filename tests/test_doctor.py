@@ -120,7 +120,24 @@ def test_the_reason_without_direct_storage_is_named_with_the_mode_used(
     """EN-02: one cause at a time, and no other is named."""
     found = check(examine(facts(**changes), None, probe=works), "GPUDirect Storage")
     assert found.state == "warn" and found.fix, f"{found}"
-    assert found.found == f"{reason}. Mode used: {mode}", found.found
+    assert found.found.startswith(f"{reason}. Mode used: {mode}"), found.found
+    assert ("(kvikio " in found.found) is ("kvikio," in mode), "what the trial saw stands beside the mode"
+
+
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [
+        ("gds", "kvikio with GPUDirect Storage"),
+        ("compat", "kvikio, in its compatibility mode"),
+        ("uncounted", "kvikio with GPUDirect Storage"),
+    ],
+)
+def test_the_path_that_a_trial_took_decides_the_mode_told(path: str, mode: str) -> None:
+    """EN-02: everything is in its place, and bytes go through RAM all the same: a transfer knows better than files."""
+    seen = "RAM: a probe transfer worked; device memory: it works"
+    report = examine(facts(), None, probe=lambda arguments: Outcome(ok=True, why=seen, path=path))
+    found = check(report, "GPUDirect Storage")
+    assert found.found == f"mode used: {mode} ({seen})", found.found
 
 
 def test_every_reason_that_applies_is_named() -> None:

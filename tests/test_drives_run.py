@@ -17,6 +17,7 @@ from models import MODELS
 from rich.console import Console
 from test_hardware_file import machine
 
+import megatrain.goodbye
 import megatrain.prepare
 import megatrain.trainer
 from megatrain.config import load_run
@@ -39,7 +40,7 @@ TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "model.config": MODEL
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample at the end of a run, and chunks of two pages, so that the blocks of a small model have several."""
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
     monkeypatch.setattr(chunk_files, "CHUNK_BYTES", 8192)
 
 

@@ -13,21 +13,19 @@ import gc
 import mmap
 import os
 import resource
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvikio_stand_in import StandIn
+from kvikio_stand_in import StandIn, install
 
 from tiering import gds
 from tiering import posix as posix_module
@@ -100,7 +98,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if name == "posix-refused":
         refuse_direct(monkeypatch)
     if name == "kvikio-stand-in":
-        monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace(CuFile=StandIn))
+        install(monkeypatch)
     made = gds.KvikioEngine(4) if name.startswith("kvikio") else PosixEngine(4, direct=name != "posix-buffered")
     with warnings.catch_warnings(), made:
         if name == "posix-refused":

@@ -17,6 +17,7 @@ from conftest import TEXT, RunFile
 from models import MODELS
 from transformers import AutoModelForCausalLM
 
+import megatrain.goodbye
 import megatrain.trainer
 from megatrain import cli
 from megatrain.config import load_run
@@ -38,7 +39,7 @@ SEQ_LEN = 16
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 @pytest.fixture

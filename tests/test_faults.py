@@ -27,6 +27,7 @@ import zarr
 from conftest import RunFile
 from rich.console import Console
 
+import megatrain.goodbye
 import megatrain.trainer
 import tiering.new_store
 import tiering.posix
@@ -85,7 +86,7 @@ def committed(root: Path) -> int | None:
 @pytest.fixture
 def base(run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Base:
     """The run, trained to `FIRST`; plans are made once, because they are always the same."""
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
     real, plans = megatrain.trainer.prepare, {}
 
     def prepared(run: RunConfig) -> Any:

@@ -38,6 +38,7 @@ from rich.console import Console
 from store_bytes import IDENTITY, blocks, content, put_all, sync
 
 import megatrain
+import megatrain.goodbye
 import megatrain.trainer
 import tiering
 from megatrain.checkpoint import Checkpoint
@@ -687,7 +688,7 @@ def test_a_run_reads_no_pickle_and_stays_in_its_folders(
     run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P3: a whole run and its resume, with every open, change, connection and process of Python watched."""
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
     def trained(name: str, steps: int, resume: bool) -> None:
         where = {"tiers.nvme": str(tmp_path / name / "nvme"), "output.dir": str(tmp_path / name)}

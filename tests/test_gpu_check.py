@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvikio_stand_in import StandIn, install
 from streams import OutOfOrderLanes
 
 import benchmarks.gpu_check.__main__ as gpu_check
@@ -393,42 +394,15 @@ def test_a_fraction_of_the_limit_has_its_parts(rig: Rig, pretend: None, name: st
     assert min(found["predicted_step_s"], found["predicted_limit_s"], found["plain_step_s"]) > 0, found
 
 
-class CuFile:
-    """kvikio's files over plain ones, for arrays and tensors."""
-
-    def __init__(self, path: Path, flags: str) -> None:
-        self._file = open(path, {"r": "rb", "r+": "r+b", "w+": "w+b"}[flags], buffering=0)  # noqa: SIM115
-
-    def pread(self, buf: Any, size: int, file_offset: int) -> SimpleNamespace:
-        view = memoryview(buf.numpy() if isinstance(buf, torch.Tensor) else buf)[:size]
-        return SimpleNamespace(get=lambda: os.preadv(self._file.fileno(), [view], file_offset))
-
-    def pwrite(self, buf: Any, size: int, file_offset: int) -> SimpleNamespace:
-        view = memoryview(buf.numpy() if isinstance(buf, torch.Tensor) else buf)[:size]
-        return SimpleNamespace(get=lambda: os.pwritev(self._file.fileno(), [view], file_offset))
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> "CuFile":
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
-
-
 def test_kvikio_is_asked_for_host_and_device_memory(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """P6: with counts by path where the version has them; without kvikio nothing is decided."""
-    counts = SimpleNamespace(get=lambda: SimpleNamespace(by_backend={"posix": 1}))
-    kvikio = SimpleNamespace(CuFile=CuFile, __version__="26.10", SummaryMonitor=lambda: counts)
-    monkeypatch.setitem(sys.modules, "kvikio", kvikio)
+    kvikio = install(monkeypatch)
     found = storage.storage(rig)
-    assert found["ok"] and found["paths"] == {"posix": 1}, found
-    assert min(found[f"{where}_{way}_per_s"] for where in ("host", "device") for way in ("read", "write")) > 0, found
-    monkeypatch.setattr(CuFile, "pread", lambda *args, **kwargs: SimpleNamespace(get=lambda: kwargs["size"]))
+    assert found["ok"] and found["paths"]["posix"] > 0 and found["moved"].startswith("kvikio moved: RAM"), found
+    names = [f"{memory}_{way}_per_s" for memory in ("host", "device", "registered") for way in ("read", "write")]
+    assert min(found[name] for name in names) > 0 and "measured" in found["chosen"], found
+    assert {setting["num_threads"] for setting in kvikio.set_log if "num_threads" in setting} == {4, 8, 16, 32}, kvikio
+    monkeypatch.setattr(StandIn, "pread", lambda *args, **kwargs: SimpleNamespace(get=lambda: kwargs["size"]))
     monkeypatch.setattr(gds, "probe", lambda path: None)
     assert storage.storage(rig)["why"] == "the device's memory came back with other bytes"
     monkeypatch.setattr(gds, "probe", lambda path: "no libcuda.so.1")

@@ -20,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import megatrain.goodbye
 import megatrain.keeping
 import megatrain.trainer
 from megatrain.check import check_state
@@ -43,7 +44,7 @@ KEEPS = {"train.keep": 2, "train.keep_every": 2, "train.commit_every": 100, "tra
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def root_of(folder: Path) -> Path:

@@ -30,6 +30,7 @@ PURE = (
     "check",
     "simulate",
     "errors",
+    "gds_settings",
 )
 MODULES = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "__init__")
 FOREIGN = {"megatrain", "transformers", "typer", "rich", "yaml"}

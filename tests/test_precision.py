@@ -22,6 +22,7 @@ from toy import toy_units
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import megatrain.goodbye
 import megatrain.prepare
 import megatrain.trainer
 from megatrain.accelerator import Accelerator
@@ -119,7 +120,7 @@ def test_a_bf16_run_is_another_run_than_one_in_fp32(run_file: RunFile) -> None:
 
 @pytest.fixture
 def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from conftest import RunFile
 from models import MODELS
 from rich.console import Console
 
+import megatrain.goodbye
 import megatrain.trainer
 from megatrain.config import load_run
 from megatrain.errors import UserError
@@ -31,7 +32,7 @@ TIGHT = {"tiers.resident": 0, "tiers.host_memory": "8MiB", "model.config": MODEL
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def run(run_file: RunFile, folder: Path, steps: int, *, resume: bool = False, **changes: Any) -> str:

@@ -21,6 +21,7 @@ from models import MODELS
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+import megatrain.goodbye
 import megatrain.trainer
 from megatrain.config import load_run
 from megatrain.errors import UserError
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("known_machine")
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)  # no sample at the end: it has a test of its own
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)  # no sample at the end: it has a test of its own
 
 
 def run(run_file: RunFile, changes: dict[str, Any], *, resume: bool = False) -> int:

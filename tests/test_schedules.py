@@ -22,6 +22,7 @@ from models import MODELS
 from rich.console import Console
 from transformers import get_scheduler
 
+import megatrain.goodbye
 import megatrain.optim
 import megatrain.schedules
 import megatrain.trainer
@@ -42,7 +43,7 @@ TIGHT = {"model.config": MODELS["llama"], "tiers.resident": 0, "tiers.host_memor
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def plain_rates(optimizer: OptimizerConfig, steps: int) -> list[float]:

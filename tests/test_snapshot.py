@@ -18,6 +18,7 @@ from committed_runs import QUIET, TIGHT, parameters, run_in, same_bits, trained,
 from conftest import RunFile
 from models import MODELS
 
+import megatrain.goodbye
 import megatrain.trainer
 from megatrain import cli
 from megatrain.config import load_run
@@ -35,7 +36,7 @@ PART = "transformer.h.1.mlp.c_fc.weight"
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def at(folder: Path, **changes: Any) -> dict[str, Any]:

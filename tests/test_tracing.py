@@ -19,6 +19,7 @@ from conftest import RunFile
 from models import MODELS
 from rich.console import Console
 
+import megatrain.goodbye
 import megatrain.tracing
 import megatrain.trainer
 from megatrain.config import load_run
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("known_machine")
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def traced(run_file: RunFile, path: Path, first: int, last: int, *, resume: bool = False, **changes: Any) -> list[Any]:

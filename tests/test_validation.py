@@ -20,6 +20,7 @@ from models import MODELS
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+import megatrain.goodbye
 import megatrain.trainer
 import megatrain.validation
 from megatrain.config import load_run
@@ -40,7 +41,7 @@ DROPOUT = {**MODELS["gpt2"], "resid_pdrop": 0.1}
 
 @pytest.fixture(autouse=True)
 def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatrain.trainer, "SAMPLE_MOST_S", 0.0)
+    monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
 
 
 def in_folder(tmp_path: Path, name: str, **changes: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+import megatrain.goodbye
 import megatrain.prepare
 import megatrain.trainer
 from megatrain.config import RunConfig, load_run
@@ -115,7 +116,7 @@ def torture(folder: Path, kills: int, seed: int, *, clip: float | None, resident
     """Kill, resume, compare; returns the figures."""
     megatrain.prepare.measure = lambda *args, **kwargs: assumed_hardware()  # type: ignore[assignment]
     megatrain.prepare.time_units = lambda *args: {}  # type: ignore[assignment]
-    megatrain.trainer.SAMPLE_MOST_S = 0.0
+    megatrain.goodbye.SAMPLE_MOST_S = 0.0
     chance = random.Random(seed)
     run = load_run(run_file(folder, "killed", clip=clip, resident=resident))
     root = run.tiers.nvme[0]

@@ -1,11 +1,13 @@
 """One host allocation that every block in RAM lives in.
 
 Scope: `Arena`: an anonymous, page-aligned mapping, lent out as views and tensors without a copy; locking it for copies
-to a device.
-Not here: who may use which bytes and when (`tiering/schedule.py` assigns them, `tiering/check.py` proves it).
+to a device, asking for it from certain NUMA nodes.
+Not here: who may use which bytes and when (`tiering/schedule.py` assigns them, `tiering/check.py` proves it), which
+nodes (`tiering/numa.py`).
 """
 
 import mmap
+from collections.abc import Collection
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -13,7 +15,11 @@ from typing import Self
 import torch
 
 from tiering.errors import BudgetError
+from tiering.mempolicy import bind_pages, page_nodes
+from tiering.numa import Placement
 from tiering.workload import PAGE
+
+SAMPLED_PAGES = 512
 
 
 class Arena:
@@ -51,6 +57,17 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)  # frombuffer refuses an empty range
         return torch.frombuffer(mapping, dtype=torch.uint8, offset=lo, count=hi - lo)
 
+    def place(self, placement: Placement) -> str | None:
+        """Ask for its memory from certain NUMA nodes, before it is touched; returns what the kernel said against it."""
+        if placement.policy == "leave":
+            return None
+        return bind_pages(self._address(), self.nbytes, placement.policy, placement.nodes)
+
+    def share_on(self, nodes: Collection[int]) -> float | None:
+        """Which share of the pages that are there lies on `nodes`, by a sample; None where nobody can tell."""
+        found = page_nodes(self._address(), self.nbytes, SAMPLED_PAGES)
+        return sum(node in nodes for node in found) / len(found) if found else None
+
     def pin(self) -> str | None:
         """Lock all of it, in place, for copies by the CUDA driver; returns what the driver said if it refuses.
 
@@ -59,7 +76,7 @@ class Arena:
         """
         assert not self._pinned, "the arena is locked already"
         cudart = torch.cuda.cudart()
-        code = cudart.cudaHostRegister(self.tensor(0, self.nbytes).data_ptr(), self.nbytes, 0)
+        code = cudart.cudaHostRegister(self._address(), self.nbytes, 0)
         if int(code):
             return f"{cudart.cudaGetErrorString(code)} (CUDA error {int(code)})"
         self._pinned = True
@@ -68,8 +85,11 @@ class Arena:
     def unpin(self) -> None:
         """Unlock it; nothing may be copying. Harmless where it is not locked."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor(0, self.nbytes).data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self._address())
             self._pinned = False
+
+    def _address(self) -> int:
+        return self.tensor(0, self.nbytes).data_ptr()
 
     def _check(self, lo: int, hi: int) -> mmap.mmap:
         assert self._map is not None, "the arena is closed"

@@ -1,9 +1,10 @@
 """A CUDA (or HIP) device as lanes: two streams for copies, one for updates, the current stream for computing, one
 allocation.
 
-Scope: `CudaLanes`; locking the arena of HOST for copies, or what it costs not to; times of the device in the clock of
-the host.
-Not here: what is issued when (`pipeline.py`), how much may be locked (`pinning.py`), what an op computes (the caller).
+Scope: `CudaLanes`; locking the arena of HOST for copies, or what it costs not to, on the NUMA node of the device; times
+of the device in the clock of the host.
+Not here: what is issued when (`pipeline.py`), how much may be locked (`pinning.py`), which node (`numa.py`), what an op
+computes (the caller).
 
 Updates have a stream of their own: on that of computing, the next op would wait for the moments of the one before,
 which are still on their way. torch's allocator gives memory back to the stream that it was taken on. What an update
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -24,6 +26,7 @@ from tiering.arena import Arena
 from tiering.errors import BudgetError, DeviceError
 from tiering.lanes import Event, lent
 from tiering.limits import memory_limit
+from tiering.numa import Node, device_node, memory_nodes, placed
 from tiering.pin_probe import refusal
 from tiering.pinning import PinFacts, pin_budget
 from tiering.workload import Lane
@@ -31,6 +34,8 @@ from tiering.workload import Lane
 MiB = 1 << 20
 RESET_S = 10.0
 """The device's clock drifts from the host's, and milliseconds in 32 bits lose their microseconds in minutes."""
+MOSTLY = 0.95
+"""From this share on an arena is said to lie on a node."""
 PAGEABLE = "copies go through a buffer of the driver: they are slower, and the host may wait for them"
 
 
@@ -81,7 +86,9 @@ class CudaEvent:
 
 
 class CudaLanes:
-    """See `lanes.Lanes`. pin_line: once open, one line on whether the arena of HOST is locked, and what that costs."""
+    """See `lanes.Lanes`. pin_line: once open, one line on whether the arena of HOST is locked, and what that costs.
+    node_line: on which NUMA node it lies; empty on a machine with one.
+    """
 
     own_memory = True
 
@@ -100,11 +107,12 @@ class CudaLanes:
         if not 0 <= device_index < count:
             raise DeviceError(f"there is no CUDA device {device_index}, torch sees {count}. Fix: 0 to {count - 1}.")
         self.device = torch.device("cuda", device_index)
-        self.pin_line = ""
+        self.pin_line = self.node_line = ""
         self._pin_limit_bytes = pin_limit_bytes
         self._host: Arena | None = None
         self._arena: torch.Tensor | None = None
         self._computing: CudaEvent | None = None
+        self._near: int | None = None
 
     def open(self, host: Arena, device_bytes: int) -> None:
         """See `lanes.Lanes`. Raises `BudgetError` where the device has no room for its arena."""
@@ -138,12 +146,30 @@ class CudaLanes:
                 why = refusal(host.nbytes)
             else:
                 why = f"at most {budget.nbytes} bytes may be ({budget.why})"
+        nodes = memory_nodes()
+        self._place(host, nodes, locked=why is None)
         if why is None:
             why = host.pin()
             if why is not None:
                 self._forget_error()
+                self._place(host, nodes, locked=False)
+            elif self._near is not None:
+                share = host.share_on((self._near,))
+                if share is not None and share < MOSTLY:
+                    self.node_line += f"; only {share:.0%} of it lies there"
         size = f"HOST arena of {host.nbytes / MiB:.1f} MiB"
         return f"{size}: locked for copies" if why is None else f"{size}: not locked, {why}; {PAGEABLE}"
+
+    def _place(self, host: Arena, nodes: Sequence[Node], *, locked: bool) -> None:
+        """Asks for memory near the device, where there is a choice."""
+        address = pci_address(self.device)
+        near = None if address is None else device_node(address)
+        placement = placed(nodes, near, host.nbytes, locked=locked)
+        refused = host.place(placement)
+        self._near = near if placement.nodes == (near,) and refused is None else None
+        self.node_line = f"HOST arena: {placement.line}" if placement.line else ""
+        if refused is not None:
+            self.node_line += f". The kernel refuses that ({refused}): memory comes from where it is first touched"
 
     def _forget_error(self) -> None:
         """What the driver refused would be raised by the next kernel; that one takes the error with it."""
@@ -188,6 +214,14 @@ class CudaLanes:
         self._arena = None
         self._host.unpin()
         self._host = None
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Such as `0000:3b:00.0`, as the system names it; None where torch does not tell."""
+    with suppress(AttributeError, RuntimeError, AssertionError):
+        found: Any = torch.cuda.get_device_properties(device)
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return None
 
 
 def _wait(stream: torch.cuda.Stream, after: Sequence[Event]) -> None:

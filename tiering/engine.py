@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeGuard
 
 import numpy as np
 
 from tiering.errors import DamagedStateError, DiskFullError, IOFailedError
 from tiering.place import free_bytes
+from tiering.traffic import Traffic
 
 Verb = Literal["read", "write"]
 
@@ -40,7 +41,26 @@ class HostArray(Protocol):
     def __array__(self, *args: Any, **kwargs: Any) -> "np.ndarray": ...
 
 
-View = memoryview | HostArray
+class DeviceArray(Protocol):
+    """Memory of a device, flat and of bytes: a torch tensor there (uint8, one dimension), or whatever else has CUDA's
+    array interface.
+    """
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Any: ...
+
+
+View = memoryview | HostArray | DeviceArray
+
+
+def on_device(view: View) -> TypeGuard[DeviceArray]:
+    """Does a view lie in the memory of a device?"""
+    return hasattr(view, "__cuda_array_interface__")
 
 
 class IOEngine(Protocol):
@@ -49,13 +69,29 @@ class IOEngine(Protocol):
     The engine owns `view` from submission until the future completes: the caller neither reads, writes nor lends it
     in between. What is moved are the elements of `view` in their logical order, whatever its strides. The trainer's
     views are flat; others are copied on their way. After `close` a request is refused with `IOFailedError`.
+
+    A view of device memory is flat bytes. An engine that cannot move it (`device_refusal` says why; empty where it can)
+    refuses the request with `IOFailedError`. No stream is waited for: what the device still has to do with those bytes
+    has to be over before the request, and the request before the device uses them.
     """
 
     name: str
+    device_refusal: str
 
     def submit_read(self, extent: Extent, view: View) -> Future[int]: ...
 
     def submit_write(self, extent: Extent, view: View) -> Future[int]: ...
+
+    def register(self, view: View) -> str:
+        """Tells the engine of memory that many requests will use; in one line whether that helps, empty where there is
+        nothing to tell. Never an error.
+        """
+
+    def deregister(self, view: View) -> None:
+        """Before the memory goes; harmless where it is not registered. `close` does it for what is left."""
+
+    def traffic(self) -> Traffic:
+        """What has been moved so far; after `close` too."""
 
     def sync(self, paths: Iterable[Path]) -> None:
         """Makes completed writes to these files durable; the caller has waited for their futures."""
@@ -75,7 +111,7 @@ def flat(verb: Verb, extent: Extent, view: View) -> Iterator[memoryview]:
     """The bytes of `view`, one after the other: its own memory where they lie so, a copy otherwise, which is brought
     back after a read.
     """
-    array = np.asarray(view)
+    array: np.ndarray = np.asarray(view)
     assert array.nbytes == extent.nbytes, f"{extent.block}: a view of {array.nbytes} bytes for {extent.nbytes}"
     if array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8).data
@@ -91,6 +127,15 @@ def closed_engine(verb: Verb, extent: Extent) -> IOFailedError:
     return IOFailedError(
         f"block {extent.block}: {verb} of {extent.nbytes} bytes at offset {extent.offset} of {extent.path}: "
         f"the I/O engine is closed. Fix: open the store anew."
+    )
+
+
+def refused_device(name: str, why: str, verb: Verb, extent: Extent) -> IOFailedError:
+    """What a request for device memory meets in an engine that cannot move it."""
+    return IOFailedError(
+        f"block {extent.block}: {verb} of {extent.nbytes} bytes at offset {extent.offset} of {extent.path}: the {name} "
+        f"engine moves no memory of a device: {why}. Fix: by way of HOST, or engine kvikio where it can "
+        f"(megatrain doctor)."
     )
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tiering.drive import DriveFacts
 from tiering.errors import BAD_INPUT, TieringError
+from tiering.gds_settings import GdsSettings
 from tiering.hardware import Drive, Hardware, Rate, Source, all_drives
 
 if TYPE_CHECKING:  # a plan that reads this file needs no torch
@@ -79,6 +80,21 @@ class HostEntry(_Strict):
     update: ByteRate
     copy_rate: ByteRate | None = None
     io_steals: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+
+
+class KvikioEntry(_Strict):
+    """What kvikio was found to move most with on the first drive: see `GdsSettings`."""
+
+    threads: int = Field(gt=0)
+    task_bytes: int = Field(gt=0)
+    mixed: ByteRate
+
+    @classmethod
+    def of(cls, settings: GdsSettings) -> Self | None:
+        """None for what nobody tried."""
+        if settings.mixed is None:
+            return None
+        return cls(threads=settings.threads, task_bytes=settings.task_bytes, mixed=ByteRate.of(settings.mixed))
 
 
 class DeviceEntry(_Strict):
@@ -167,7 +183,16 @@ class HardwareFile(_Strict):
     version: Literal[1] = 1
     host: HostEntry
     device: DeviceEntry | None = None
+    kvikio: KvikioEntry | None = None
     drives: tuple[DriveEntry, ...] = Field(min_length=1)
+
+    @property
+    def gds_settings(self) -> GdsSettings | None:
+        """Of kvikio, for an engine; None where it was not tried."""
+        kept = self.kvikio
+        if kept is None:
+            return None
+        return GdsSettings(threads=kept.threads, task_bytes=kept.task_bytes, mixed=kept.mixed.rate())
 
     def hardware(self, *, on_device: bool = False) -> Hardware:
         """The planner's view: all drives together. on_device: the GPU computes, and one of the two updates.

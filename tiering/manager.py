@@ -16,6 +16,7 @@ from tiering.arena import Arena
 from tiering.check import check
 from tiering.choose import EngineName, choose_engine
 from tiering.engine import IOEngine
+from tiering.gds_settings import GdsSettings
 from tiering.lanes import InlineLanes, Lanes
 from tiering.lending import Views
 from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater
@@ -26,6 +27,8 @@ from tiering.trace import Trace
 
 Tensors = Mapping[str, tuple[TensorSpec, ...]]
 """Block name to the tensors in it: what a reader of the store sees as the block's attributes."""
+TRIAL_BYTES = 128 << 20
+"""Of HOST, before the arena is there, for the buffers of an engine's trial."""
 
 
 def stored_blocks(plan: Plan, tensors: Tensors) -> list[StoredBlock]:
@@ -108,13 +111,16 @@ class Manager:
         others: Sequence[Path] = (),
         rates: Sequence[float] = (),
         engine: EngineName = "auto",
+        gds_settings: GdsSettings | None = None,
         serial: bool = False,
         lanes: Lanes | None = None,
     ) -> Self:
-        """A new store at `root`, opened. Raises what `BlockStore.create` and `choose_engine` raise."""
+        """A new store at `root`, opened. gds_settings: of kvikio where it is used, as measured before. Raises what
+        `BlockStore.create` and `choose_engine` raise.
+        """
         blocks = stored_blocks(plan, tensors)
         store = BlockStore.create(root, blocks, identity=identity, others=others, rates=rates)
-        return cls._opened(plan, store, update, engine, serial, lanes)
+        return cls._opened(plan, store, update, engine, gds_settings, serial, lanes)
 
     @classmethod
     def resume(
@@ -126,21 +132,35 @@ class Manager:
         *,
         others: Sequence[Path] = (),
         engine: EngineName = "auto",
+        gds_settings: GdsSettings | None = None,
         serial: bool = False,
         lanes: Lanes | None = None,
     ) -> Self:
         """The store at `root` as its last commit left it. Raises what `BlockStore.open` and `choose_engine` raise."""
         store = BlockStore.open(root, others=others, expect=identity)
-        return cls._opened(plan, store, update, engine, serial, lanes)
+        return cls._opened(plan, store, update, engine, gds_settings, serial, lanes)
 
     @classmethod
     def _opened(
-        cls, plan: Plan, store: BlockStore, update: Updater, name: EngineName, serial: bool, lanes: Lanes | None
+        cls,
+        plan: Plan,
+        store: BlockStore,
+        update: Updater,
+        name: EngineName,
+        gds_settings: GdsSettings | None,
+        serial: bool,
+        lanes: Lanes | None,
     ) -> Self:
         engine: IOEngine | None = None
         try:
             store.add_scratch(scratch_blocks(plan))
-            engine, why = choose_engine(name, store.root)
+            engine, why = choose_engine(
+                name,
+                store.root,
+                device=lanes.device if lanes is not None and lanes.own_memory else None,
+                settings=gds_settings,
+                trial_bytes=min(TRIAL_BYTES, plan.host_bytes),
+            )
             manager = cls(plan, store, engine, update, serial=serial, lanes=lanes)
             manager.engine_line = why
             return manager

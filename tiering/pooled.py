@@ -11,7 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tiering.engine import Extent, Verb, View, closed_engine, failed_sync, flat, short_transfer
+from tiering.engine import (
+    DeviceArray,
+    Extent,
+    Verb,
+    View,
+    closed_engine,
+    failed_sync,
+    flat,
+    on_device,
+    refused_device,
+    short_transfer,
+)
+from tiering.traffic import Counter, Traffic
 from tiering.watchdog import Watchdog
 
 MOST_THREADS = 64  # several drives at their queue depths, and the threads that sum what has landed
@@ -21,11 +33,13 @@ class PooledEngine(ABC):
     """An `IOEngine` for whoever can move the bytes of one request, flush one file, and close its files."""
 
     name: str
+    device_refusal = "it makes calls of the system, which know RAM alone"
 
     def __init__(self, threads: int, watchdog: Watchdog | None) -> None:
         """threads: at most; each starts when a request finds none idle."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="io")
         self._watchdog = watchdog or Watchdog()
+        self._moved = Counter()
         self._closed = False
 
     def submit_read(self, extent: Extent, view: View) -> Future[int]:
@@ -33,6 +47,15 @@ class PooledEngine(ABC):
 
     def submit_write(self, extent: Extent, view: View) -> Future[int]:
         return self._submit("write", extent, view)
+
+    def register(self, view: View) -> str:
+        return ""
+
+    def deregister(self, view: View) -> None:
+        return None
+
+    def traffic(self) -> Traffic:
+        return self._moved.traffic(gds_bytes=None)
 
     def sync(self, paths: Iterable[Path]) -> None:
         paths = list(paths)
@@ -57,14 +80,26 @@ class PooledEngine(ABC):
 
     def _submit(self, verb: Verb, extent: Extent, view: View) -> Future[int]:
         if self._closed:
-            refused: Future[int] = Future()
-            refused.set_exception(closed_engine(verb, extent))
-            return refused
-        return self._pool.submit(self._whole, verb, extent, view)
+            return _failed(closed_engine(verb, extent))
+        if not on_device(view):
+            return self._pool.submit(self._whole, verb, extent, view)
+        if self.device_refusal:
+            return _failed(refused_device(self.name, self.device_refusal, verb, extent))
+        assert view.nbytes == extent.nbytes, f"{extent.block}: a view of {view.nbytes} bytes for {extent.nbytes}"
+        return self._pool.submit(self._whole_on_device, verb, extent, view)
 
     def _whole(self, verb: Verb, extent: Extent, view: View) -> int:
         with flat(verb, extent, view) as data, self._watchdog.watching(verb, extent):
             moved = self._transfer(verb, extent, data) if extent.nbytes else 0
+            self._moved.add(verb, "host", moved)
+            if moved != extent.nbytes:
+                raise short_transfer(verb, extent, moved)
+        return moved
+
+    def _whole_on_device(self, verb: Verb, extent: Extent, view: DeviceArray) -> int:
+        with self._watchdog.watching(verb, extent):
+            moved = self._device_transfer(verb, extent, view) if extent.nbytes else 0
+            self._moved.add(verb, "device", moved)
             if moved != extent.nbytes:
                 raise short_transfer(verb, extent, moved)
         return moved
@@ -77,6 +112,10 @@ class PooledEngine(ABC):
     def _transfer(self, verb: Verb, extent: Extent, view: memoryview) -> int:
         """Moves what it can of a request that is not empty; returns the bytes. Raises `IOFailedError`."""
 
+    def _device_transfer(self, verb: Verb, extent: Extent, view: DeviceArray) -> int:
+        """The same for memory of a device; asked of an engine without a `device_refusal` alone."""
+        raise NotImplementedError
+
     @abstractmethod
     def _sync_one(self, path: Path) -> None:
         """Makes completed writes to one file durable. Raises `IOFailedError`."""
@@ -84,3 +123,9 @@ class PooledEngine(ABC):
     @abstractmethod
     def _close_files(self) -> None:
         """Called once nothing is in progress."""
+
+
+def _failed(error: Exception) -> Future[int]:
+    refused: Future[int] = Future()
+    refused.set_exception(error)
+    return refused

@@ -10,13 +10,11 @@ import fcntl
 import os
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tiering import bounce
 from tiering.engine import Extent, Verb, deleted_file, failed_sync, failed_transfer
+from tiering.open_files import OpenFiles
 from tiering.place import filesystem_of
 from tiering.pooled import MOST_THREADS, PooledEngine
 from tiering.watchdog import Watchdog
@@ -31,14 +29,13 @@ class _File:
     refused: the error number for which it could be opened for reading alone; 0 if it can be written.
     """
 
-    __slots__ = ("direct", "fd", "lock", "path", "proven", "refused", "users")
+    __slots__ = ("direct", "fd", "lock", "path", "proven", "refused")
 
     def __init__(self, path: Path, flags: int, *, direct: bool) -> None:
         self.path = path
         self.fd, self.refused = _open_fd(path, flags)
         self.direct = direct
         self.proven = False
-        self.users = 0
         self.lock = threading.Lock()
 
 
@@ -54,20 +51,18 @@ class PosixEngine(PooledEngine):
     def __init__(self, threads: int = MOST_THREADS, *, direct: bool = True, watchdog: Watchdog | None = None) -> None:
         super().__init__(threads, watchdog)
         self._direct = direct
-        self._files: OrderedDict[Path, _File] = OrderedDict()  # least recently used first
+        self._files = OpenFiles(self._open, lambda file: os.close(file.fd), lambda: MAX_OPEN_FILES)
         self._buffered: set[Path] = set()
         self._warned: set[Path] = set()
-        self._lock = threading.RLock()  # opening a file inside it may have to note that it is buffered
+        self._lock = threading.Lock()
         self._edge_lock = threading.Lock()  # two writes off the page grid may share a page
 
     def _close_files(self) -> None:
-        with self._lock:
-            while self._files:
-                os.close(self._files.popitem()[1].fd)
+        self._files.close()
 
     def _transfer(self, verb: Verb, extent: Extent, view: memoryview) -> int:
         try:
-            with self._lease(extent.path) as file:
+            with self._files.lease(extent.path) as file:
                 if verb == "write" and file.refused:
                     raise OSError(file.refused, os.strerror(file.refused))
                 on_grid = bounce.on_grid(extent.offset, view)
@@ -132,27 +127,6 @@ class PosixEngine(PooledEngine):
             stacklevel=2,
         )
 
-    @contextmanager
-    def _lease(self, path: Path) -> Iterator[_File]:
-        with self._lock:
-            file = self._files.get(path)
-            if file is None:
-                file = self._files[path] = self._open(path)
-            file.users += 1
-            self._files.move_to_end(path)
-            self._close_idle()
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-
-    def _close_idle(self) -> None:
-        """Closes the files that were idle longest, until the table is no longer too long. The caller holds the lock."""
-        excess = max(0, len(self._files) - MAX_OPEN_FILES)
-        for file in [file for file in self._files.values() if file.users == 0][:excess]:
-            os.close(self._files.pop(file.path).fd)
-
     def _open(self, path: Path) -> _File:
         if self._direct and path not in self._buffered:
             try:
@@ -165,7 +139,7 @@ class PosixEngine(PooledEngine):
 
     def _sync_one(self, path: Path) -> None:
         try:
-            with self._lease(path) as file:
+            with self._files.lease(path) as file:
                 os.fdatasync(file.fd)
                 if os.fstat(file.fd).st_nlink == 0:
                     raise deleted_file(path)

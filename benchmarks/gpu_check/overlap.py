@@ -32,9 +32,9 @@ def overlap(rig: Rig) -> dict[str, Any]:
     lanes = rig.lanes(True)
     found: dict[str, Any] = {"ok": True, "chunk_bytes": chunk, "rounds": ROUNDS}
     with Arena(2 * chunk) as host:
-        host.tensor(0, chunk).view(torch.int32).random_(0, 1 << 30)
-        lanes.open(host, PLACES * chunk)
+        lanes.open(host, PLACES * chunk)  # untouched, so that it comes to lie near the device
         try:
+            host.tensor(0, chunk).view(torch.int32).random_(0, 1 << 30)
             for name, share in SHARES.items():
                 found[name] = _case(_Rounds(rig, lanes, host, chunk), share)
         finally:

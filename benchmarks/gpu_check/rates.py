@@ -30,10 +30,10 @@ def copies(rig: Rig) -> dict[str, Any]:
     for kind, locked in (("locked", True), ("pageable", False)):
         lanes = rig.lanes(locked)
         with Arena(2 * nbytes) as host:
-            host.tensor(0, nbytes).random_()
-            host.tensor(nbytes, 2 * nbytes).zero_()
-            lanes.open(host, 2 * nbytes)
+            lanes.open(host, 2 * nbytes)  # untouched, so that it comes to lie near the device
             try:
+                host.tensor(0, nbytes).random_()
+                host.tensor(nbytes, 2 * nbytes).zero_()
                 found |= {f"{way}_{kind}_per_s": _rate(lanes, host, nbytes, nbytes, ways) for way, ways in WAYS.items()}
                 if locked:
                     found |= {
@@ -45,6 +45,8 @@ def copies(rig: Rig) -> dict[str, Any]:
                 lanes.close()
         line = getattr(lanes, "pin_line", "")
         found[f"{kind}_arena"] = line
+        if node := getattr(lanes, "node_line", ""):
+            found[f"{kind}_node"] = node
         if not same or (locked and "not locked" in line):
             found |= {"ok": False, "why": line if same else f"{kind}: other bytes came back than were sent"}
     return found

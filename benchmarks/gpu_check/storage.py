@@ -1,13 +1,12 @@
 """kvikio on this machine: does it work, how fast, and which path do the bytes take?
 
-Scope: `storage`: the engine's own probe and rates with host memory, transfers of the device's memory, kvikio's settings
-and counters, those of the nvidia-fs driver.
+Scope: `storage`: the engine's own probe, its settings as tried on this drive, rates with host memory and with memory of
+the device (registered and not), the path that the bytes took, counters of the nvidia-fs driver.
 Not here: the engine (`tiering/gds.py`), the other engine (`rates.py`).
 """
 
 import importlib
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ import torch
 
 from benchmarks.gpu_check.rig import Rig
 from tiering import gds
+from tiering.engine import Extent, IOEngine
+from tiering.errors import TieringError
+from tiering.gds_trial import best_settings
 from tiering.measure_disk import rates_by_depth
 from tiering.probe_file import probe_file
 
@@ -36,22 +38,24 @@ def storage(rig: Rig) -> dict[str, Any]:
     refusal = gds.probe(rig.folder)
     if refusal is not None:
         return {"ok": False, "why": f"no transfer of host memory: {refusal}", **found}
-    monitor, before = _monitor(kvikio), _nvidia_fs()
-    found |= _host_rates(rig)
-    try:
-        found |= _device_rates(rig, kvikio)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        found |= {"ok": False, "why": f"no transfer of the device's memory: {' '.join(str(error).split())[:300]}"}
-    return {"ok": True} | found | {"paths": monitor(), "nvidia_fs": {"before": before, "after": _nvidia_fs()}}
+    before = _nvidia_fs()
+    settings = best_settings(rig.folder, memory=rig.sized(128 * MiB))
+    found |= {"chosen": settings.line(), "driver_line": gds.driver_line()}
+    with gds.KvikioEngine(settings=settings) as engine:
+        found |= _host_rates(rig, engine)
+        try:
+            found |= _device_rates(rig, engine)
+        except (TieringError, OSError, RuntimeError, TypeError, ValueError) as error:
+            found |= {"ok": False, "why": f"no transfer of the device's memory: {' '.join(str(error).split())[:300]}"}
+        moved = engine.traffic()
+    told = {"paths": moved.by_path(), "moved": moved.line(engine.name)}
+    return {"ok": True} | found | told | {"nvidia_fs": {"before": before, "after": _nvidia_fs()}}
 
 
-def _host_rates(rig: Rig) -> dict[str, float]:
+def _host_rates(rig: Rig, engine: IOEngine) -> dict[str, float]:
     """Bytes/s of the engine with host memory."""
     nbytes, request = rig.sized(NBYTES), rig.sized(8 * MiB)
-    with (
-        gds.KvikioEngine() as engine,
-        probe_file(rig.folder, engine, nbytes=nbytes, request_bytes=request, memory=16 * request) as file,
-    ):
+    with probe_file(rig.folder, engine, nbytes=nbytes, request_bytes=request, memory=16 * request) as file:
         (rates,) = rates_by_depth(file, (8,), request_bytes=request, most_bytes=nbytes, most_s=2.0)
     return {
         "host_read_per_s": rates.read.per_s,
@@ -60,33 +64,46 @@ def _host_rates(rig: Rig) -> dict[str, float]:
     }
 
 
-def _device_rates(rig: Rig, kvikio: Any) -> dict[str, Any]:
-    """Bytes/s of one buffer on the device to a file and back, in pieces of the size of a tile."""
-    nbytes, piece = rig.sized(NBYTES, 1 / 8), rig.sized(8 * MiB, 1 / 64)
+def _device_rates(rig: Rig, engine: IOEngine) -> dict[str, Any]:
+    """Bytes/s of one buffer on the device to a file and back, in pieces of the size of a tile; then registered."""
+    nbytes = rig.sized(NBYTES, 1 / 8)
     sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=rig.device)
     back = torch.zeros_like(sent)
     rig.wait()
     path = rig.folder / "device.bin"
-    takes = {}
-    with kvikio.CuFile(path, "w+") as file:
-        for way, start, buffer in (("write", file.pwrite, sent), ("read", file.pread, back)):
-            begin_s = time.perf_counter()
-            futures = [
-                start(buffer[lo : lo + piece], size=min(piece, nbytes - lo), file_offset=lo)
-                for lo in range(0, nbytes, piece)
-            ]
-            moved = sum(int(future.get()) for future in futures)  # waits for every piece
-            takes[way] = time.perf_counter() - begin_s
-            if moved != nbytes:
-                return {"ok": False, "why": f"{way} of the device's memory moved {moved} of {nbytes} bytes"}
-    same = torch.equal(sent, back)
-    return {
-        "ok": same,
-        **({} if same else {"why": "the device's memory came back with other bytes"}),
-        "device_write_per_s": nbytes / takes["write"],
-        "device_read_per_s": nbytes / takes["read"],
-        "device_bytes": nbytes,
-    }
+    with open(path, "wb") as file:
+        file.truncate(nbytes)
+    found: dict[str, Any] = {"device_bytes": nbytes}
+    for name in ("device", "registered"):
+        if name == "registered":
+            found["register"] = [engine.register(view) for view in (sent, back)]
+        rates, why = _there_and_back(rig, engine, path, sent, back)
+        found |= {f"{name}_{way}_per_s": rate for way, rate in rates.items()}
+        if why:
+            return found | {"ok": False, "why": why}
+    for view in (sent, back):
+        engine.deregister(view)
+    return found
+
+
+def _there_and_back(
+    rig: Rig, engine: IOEngine, path: Path, sent: torch.Tensor, back: torch.Tensor
+) -> tuple[dict[str, float], str]:
+    """Bytes/s by direction, and what was wrong."""
+    nbytes, piece = sent.nbytes, rig.sized(8 * MiB, 1 / 64)
+    back.zero_()
+    rig.wait()
+    rates = {}
+    for way, submit, buffer in (("write", engine.submit_write, sent), ("read", engine.submit_read, back)):
+        begin_s = time.perf_counter()
+        futures = [
+            submit(Extent(path=path, offset=lo, nbytes=len(part), block="check"), part)
+            for lo, part in ((lo, buffer[lo : lo + piece]) for lo in range(0, nbytes, piece))
+        ]
+        for future in futures:
+            future.result()  # waits for a piece, all of which is moved then
+        rates[way] = nbytes / (time.perf_counter() - begin_s)
+    return rates, "" if torch.equal(sent, back) else "the device's memory came back with other bytes"
 
 
 def _settings() -> dict[str, Any]:
@@ -104,14 +121,6 @@ def _asked(module: str, names: tuple[str, ...]) -> dict[str, str]:
             there = importlib.import_module(module)
             found[name] = str(there.get(name) if hasattr(there, "get") else getattr(there, name)())
     return found
-
-
-def _monitor(kvikio: Any) -> Callable[[], Any]:
-    """Bytes by backend since now, where this version counts them."""
-    with suppress(Exception):
-        counts = kvikio.SummaryMonitor()
-        return lambda: counts.get().by_backend
-    return lambda: "this version of kvikio does not count"
 
 
 def _nvidia_fs() -> list[str]:
