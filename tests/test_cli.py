@@ -99,7 +99,7 @@ def test_train_passes_run_resume_and_exit_code(invoke: Invoke, part: Any, run_fi
 def test_plan_prints_one_json_object_and_nothing_else_to_stdout(invoke: Invoke, part: Any, run_file: Any) -> None:
     """`--json` is for programs: whatever else is printed goes to stderr."""
 
-    def plan_report(run: Any) -> Report:
+    def plan_report(run: Any, tell: Any) -> Report:
         print("a library's chatter")
         return Report()
 

@@ -89,10 +89,10 @@ def base(run_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, req
     monkeypatch.setattr(megatrain.goodbye, "SAMPLE_MOST_S", 0.0)
     real, plans = megatrain.trainer.prepare, {}
 
-    def prepared(run: RunConfig) -> Any:
+    def prepared(run: RunConfig, *args: Any, **options: Any) -> Any:
         key = run.model_dump_json(include={"model", "tiers", "train"}, exclude={"tiers": {"nvme"}})
         if key not in plans:
-            plans[key] = real(run)
+            plans[key] = real(run, *args, **options)
         import dataclasses
 
         return dataclasses.replace(plans[key], run=run)

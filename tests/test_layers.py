@@ -24,6 +24,7 @@ PURE = (
     "homes",
     "device",
     "lower",
+    "turns",
     "pack",
     "schedule",
     "spread",
