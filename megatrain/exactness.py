@@ -40,6 +40,7 @@ def compute_repeatably() -> None:
         return
     torch.set_float32_matmul_precision("highest")  # lower ones let oneDNN round to BF16
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(torch.get_num_threads())  # MKL then keeps to it (`mkl_set_dynamic`), as equal sums ask for
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
 
 

@@ -107,7 +107,9 @@ def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[st
     return len(taken_out), unseen
 
 
-@pytest.mark.parametrize(("mode", "device"), [("fused", "tight"), ("deferred", "roomy")])
+@pytest.mark.parametrize(
+    ("mode", "device"), [("fused", "tight"), pytest.param("deferred", "roomy", marks=pytest.mark.slow)]
+)
 def test_the_stand_in_sees_a_missing_edge_of_an_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, device: str
 ) -> None:

@@ -389,9 +389,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name == "crashes" else pytest.mark.slow) for name in BROKEN]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=pytest.mark.slow) for name in BROKEN])
 def test_planning_and_the_doctor_need_no_optional_library(fault: str, tmp_path: Path, run_file: RunFile) -> None:
     """EN-06: kvikio as a package that breaks on import, or is of another age."""
     (tmp_path / "lib" / "kvikio").mkdir(parents=True)

@@ -317,6 +317,7 @@ def test_overlap_has_its_parts_and_the_bytes_come_out_right(rig: Rig) -> None:
         assert case["serial_s"] == case["h2d_s"] + case["compute_s"] + case["d2h_s"], case
 
 
+@pytest.mark.slow
 def test_models_are_held_against_the_plain_loop(rig: Rig, pretend: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: what is equal is told, what is not is named, and what time did not allow is no success."""
     models, tied = runs.tested_models()

@@ -261,7 +261,13 @@ ACTS: dict[str, Callable[[History], object]] = {
 
 
 @pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), Crash()], ids=["EIO", "crash"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(OSError(errno.EIO, "I/O error"), id="EIO", marks=pytest.mark.slow),
+        pytest.param(Crash(), id="crash"),
+    ],
+)
 def test_a_call_that_fails_leaves_the_last_commit_and_all_that_are_kept(
     tmp_path: Path, act: str, error: BaseException
 ) -> None:
@@ -414,7 +420,16 @@ def test_thousands_of_power_cuts_leave_the_last_commit_and_all_that_are_kept(tmp
     survive(recording, drives, contents, 2000, seed=10 + drives)
 
 
-@pytest.mark.parametrize("what", ["/.slots/a/", ".checksums.a", ".manifest.new", "/step-00000003", "/.history"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "/.slots/a/",
+        ".checksums.a",
+        pytest.param("/step-00000003", marks=pytest.mark.slow),
+        "/.history",
+        ".manifest.new",
+    ],
+)
 def test_a_sync_that_is_left_out_is_noticed(tmp_path: Path, what: str) -> None:
     """I7: no durable step of keeping or removing a commit can be spared: without it some image is wrong."""
     (tmp_path / "disk").mkdir()

@@ -56,6 +56,7 @@ def limited() -> Iterator[Any]:
     folder.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.cgroup
 def test_150_million_parameters_train_in_256_mib_and_what_computing_takes(
     run_file: RunFile, tmp_path: Path, limited: Any

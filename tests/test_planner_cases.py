@@ -231,9 +231,7 @@ def planned(found: dict[str, int]) -> int:
     return found["baseline"] + found["arena"] + found["compute"]
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param("1M", marks=pytest.mark.slow), "10M", pytest.param("50M", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", ["1M", *(pytest.param(size, marks=pytest.mark.slow) for size in ("10M", "50M"))])
 def test_a_run_is_not_planned_for_much_more_than_it_takes(measured: Measured, size: str) -> None:
     """PL-15, P2: planned <= 1.25 x measured + 64 MiB."""
     found = measured(size, 0.0)

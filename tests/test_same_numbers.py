@@ -62,7 +62,9 @@ def test_a_tiered_run_equals_the_plain_loop_bit_for_bit(
         assert result["losses"][0] > result["losses"][-1], shown
 
 
-@pytest.mark.parametrize("model", TIED)
+@pytest.mark.parametrize(
+    "model", ["llama-tied", *(pytest.param(m, marks=pytest.mark.slow) for m in TIED if m != "llama-tied")]
+)
 def test_tied_weights_have_the_same_bits_in_every_placement(run_file: RunFile, model: str) -> None:
     """P1, MA-12: with several micro-batches tied models leave the plain loop by a rounding, but all in the same way."""
     results = {}

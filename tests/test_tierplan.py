@@ -252,7 +252,9 @@ def test_a_wrong_option_is_one_error_that_says_how_to_fix_it(invoke: Invoke, opt
     assert (code, out) == (2, "") and err.startswith("error: ") and words in err and "Traceback" not in err, err
 
 
-@pytest.mark.parametrize("options", [SMALL, f"{SMALL} --clip", SMALL_GPU, f"{SMALL_GPU} --clip"])
+@pytest.mark.parametrize(
+    "options", [SMALL, f"{SMALL} --clip", SMALL_GPU, pytest.param(f"{SMALL_GPU} --clip", marks=pytest.mark.slow)]
+)
 def test_the_sums_of_the_report_add_up(invoke: Invoke, options: str) -> None:
     """P2, P5: every tier's lines are its bytes, every kind is somewhere, bounds enclose the simulated step."""
     code, out, err = invoke(f"{options} --json")
