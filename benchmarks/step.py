@@ -181,7 +181,12 @@ def preset(case: Case, path: Path, resident: float, tokens: int, model: dict[str
 
 
 def measured(run: RunConfig, rounds: int, counted: int) -> dict[str, Any]:
-    """All figures of `run`, in folders of its own beside those of its tiers."""
+    """All figures of `run`, in folders of its own beside those of its tiers. Raises UserError for what the yardsticks
+    do not compute alike.
+    """
+    if run.train.precision != "fp32" or run.train.compile:
+        raise UserError("train.precision, train.compile: a step is held against FP32 without torch.compile here. Fix: "
+                        "--set train.precision=fp32 --set train.compile=false")  # fmt: skip
     console = Console(stderr=True)
     with _folders(run) as folders, ExitStack() as stack:
         state = tuple(folder / "state" for folder in folders)

@@ -156,6 +156,15 @@ def test_a_step_without_a_run_is_refused(invoke: Invoke, options: tuple[str, ...
     assert (code, out) == (2, "") and said in err, err
 
 
+@pytest.mark.parametrize("changes", [{"train.precision": "bf16"}, {"train.compile": True}], ids=str)
+def test_a_step_that_the_yardsticks_do_not_compute_is_refused(
+    run_file: RunFile, invoke: Invoke, changes: dict[str, Any]
+) -> None:
+    """P4: a fraction of another step's limit is no figure."""
+    code, out, err = invoke(benchmarks.step.app, run_file(changes))
+    assert (code, out) == (2, "") and "--set train.precision=fp32" in err, err
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 def test_a_preset_has_the_tokens_and_the_share_that_it_is_asked_for(tmp_path: Path, share: float) -> None:
     """The presets are run files as a person writes them; at least 250M parameters."""
