@@ -18,7 +18,7 @@ from conftest import RunFile
 from small_runs import small_llama, state, train
 from streams import OutOfOrderLanes
 from toy import toy_units, toy_workload
-from toy_runs import ROOMY, ToyRun, device_plan, interpreted, trained
+from toy_runs import ROOMY, Outcome, ToyRun, device_plan, interpreted, trained
 
 import tiering.manager
 from megatrain.prepare import Prepared
@@ -334,11 +334,13 @@ def _comes_after(actions: Sequence[Action], line: int, edge: tuple[int, int]) ->
     return False
 
 
-def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[str]]:
-    """Of so many edges between device actions that matter: how many were taken out, and which nobody missed."""
-    made, wanted = plan(mode, device, ROOMY), interpreted(workload(mode))
+Edge = tuple[int, tuple[int, int]]
+"""A line, and the line that it waits for: its number, and how many passes back."""
+
+
+def unseen_without(root: Path, made: Plan, wanted: Outcome, mattering: list[Edge], most: int) -> tuple[int, list[str]]:
+    """Takes up to `most` of these edges out of the step, one at a time: how many, and which nobody missed."""
     step = made.schedules["step"]
-    mattering = [(line, edge) for line, edge in edges(step) if matters(without(step, line, edge))]
     taken_out = random.Random(0).sample(mattering, min(most, len(mattering)))
     unseen = []
     for number, (line, edge) in enumerate(taken_out):
@@ -347,6 +349,14 @@ def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[st
         if not any(map(wanted.unlike, trials)):
             unseen.append(f"{step.actions[line]} without waiting for {step.actions[edge[0]]} ({edge[1]} passes back)")
     return len(taken_out), unseen
+
+
+def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[str]]:
+    """Of edges between device actions that matter."""
+    made = plan(mode, device, ROOMY)
+    step = made.schedules["step"]
+    mattering = [(line, edge) for line, edge in edges(step) if matters(without(step, line, edge))]
+    return unseen_without(root, made, interpreted(workload(mode)), mattering, most)
 
 
 @pytest.mark.parametrize("device", DEVICE)

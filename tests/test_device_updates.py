@@ -5,7 +5,6 @@ between host and device, what is refused, a gradient that is not finite, the pla
 Not here: the same schedules as values (`test_lower.py`), whole runs beside others of a device (`test_device_runs.py`).
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from committed_runs import QUIET
 from conftest import RunFile
 from models import MODELS, TIED
 from streams import OutOfOrderLanes
-from test_device_lanes import edges, matters, without
+from test_device_lanes import edges, matters, unseen_without, without
 from test_device_runs import THERE, TIGHT, pretend
 from toy import toy_units, toy_workload
 from toy_runs import ROOMY, ToyRun, device_plan, interpreted, trained
@@ -93,18 +92,10 @@ def _of_updates(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
 
 
 def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[str]]:
-    """Of so many edges of updates: how many were taken out, and which nobody missed."""
-    made, wanted = plan(mode, device, ROOMY), interpreted(workload(mode))
-    step = made.schedules["step"]
-    mattering = _of_updates(step)
-    taken_out = random.Random(0).sample(mattering, min(most, len(mattering)))
-    unseen = []
-    for number, (line, edge) in enumerate(taken_out):
-        broken = replace(made, schedules={**made.schedules, "step": without(step, line, edge)})
-        trials = (trained(broken, root / f"{number}-{seed}", OutOfOrderLanes(seed)) for seed in range(8))
-        if not any(map(wanted.unlike, trials)):
-            unseen.append(f"{step.actions[line]} without waiting for {step.actions[edge[0]]} ({edge[1]} passes back)")
-    return len(taken_out), unseen
+    """Of edges of updates."""
+    made = plan(mode, device, ROOMY)
+    mattering = _of_updates(made.schedules["step"])
+    return unseen_without(root, made, interpreted(workload(mode)), mattering, most)
 
 
 @pytest.mark.parametrize(
