@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,10 +27,10 @@ from megatrain.verify import plain_model
 from tiering.arena import Arena
 from tiering.engine import Extent
 from tiering.manager import Manager
-from tiering.pipeline import REQUEST_BYTES
 from tiering.place import check_room
 from tiering.plan import Plan, make_plan
 from tiering.schedule import Action, Operand, Schedule, Verb
+from tiering.transfers import LONGEST_BYTES, REQUEST_BYTES
 
 MAIN = "step"
 """The program that repeats itself."""
@@ -195,7 +196,7 @@ class RawIO:
         self._folders = folders
         self._copies: dict[Path, Path] = {}
         self._requests = list(self._cut(schedule, beside))
-        self._next = self._in_flight = 0
+        self._next = self._in_flight = self._in_flight_bytes = 0
         self._failure: BaseException | None = None
         self._fill()
 
@@ -226,8 +227,8 @@ class RawIO:
             (x,) = action.operands
             reads = action.verb is Verb.READ
             extents = beside.store.read_extents if reads else beside.store.write_extents
-            for lo in range(x.lo, x.hi, REQUEST_BYTES):
-                for extent, begin, end in extents(x.block, lo, min(lo + REQUEST_BYTES, x.hi)):
+            for lo in range(x.lo, x.hi, LONGEST_BYTES):
+                for extent, begin, end in extents(x.block, lo, min(lo + LONGEST_BYTES, x.hi)):
                     at = x.address - x.lo
                     copy = Extent(
                         path=self._copy(extent.path), offset=extent.offset, nbytes=extent.nbytes, block=extent.block
@@ -265,17 +266,22 @@ class RawIO:
 
     def _issue(self) -> None:
         """The lock is held."""
-        while self._failure is None and self._in_flight < self._depth and self._next < len(self._requests):
+        most_bytes = self._depth * REQUEST_BYTES
+        while self._failure is None and self._next < len(self._requests):
+            if self._in_flight == self._depth or self._in_flight_bytes >= most_bytes:
+                break
             reads, extent, view = self._requests[self._next]
             self._next += 1
             self._in_flight += 1
+            self._in_flight_bytes += extent.nbytes
             submit = self._engine.submit_read if reads else self._engine.submit_write
-            submit(extent, view).add_done_callback(self._landed)
+            submit(extent, view).add_done_callback(partial(self._landed, extent.nbytes))
 
-    def _landed(self, future: "Future[int]") -> None:
+    def _landed(self, nbytes: int, future: "Future[int]") -> None:
         """On the engine's thread, as in the pipeline."""
         with self._changed:
             self._in_flight -= 1
+            self._in_flight_bytes -= nbytes
             self._failure = self._failure or future.exception()
             self._issue()
             if not self._in_flight:

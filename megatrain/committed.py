@@ -28,9 +28,9 @@ from tiering.errors import DamagedStateError, TieringError, WrongStateError
 from tiering.history import is_kept, kept_folders, kept_steps
 from tiering.manager import Manager
 from tiering.manifest import read_manifest
-from tiering.pipeline import REQUEST_BYTES
 from tiering.schedule import Action
 from tiering.store import BlockStore
+from tiering.transfers import REQUEST_BYTES
 from tiering.workload import PAGE, pages
 
 PIECE_BYTES = 32 << 20

@@ -7,8 +7,8 @@ Not here: the ops (`programs.py`), everything else that a plan decides (`tiering
 Without clipping a unit is updated in backward, which then moves 24 of the 28 bytes a parameter in three quarters of
 the computing. Where reading and writing take about as long as computing, backward waits for the drive and forward for
 the processor. Updates that wait for the next forward even that out, for 4 bytes of RAM (or 8 of NVMe traffic) a
-parameter that is updated late. GreedySnake (arXiv 2512.17570) names the share alpha. Looking ahead evens out most of it
-by itself; what is left to win is a few percent, near the balance.
+parameter that is updated late. GreedySnake (arXiv 2512.17570) names the share alpha. Looking ahead evens it out by
+itself; where memory is too short for that, a few percent are left to win, near the balance.
 
 On a device AdamW is as fast as its memory, but both moments cross the link and come back: 16 bytes a parameter there
 and 12 back without clipping, where updates on the host need 8 and 4. A slow host or a fast link speaks for the device.

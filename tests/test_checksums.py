@@ -30,11 +30,11 @@ from tiering.engine import Extent
 from tiering.errors import BudgetError, DamagedStateError, WrongStateError
 from tiering.hardware import assumed_hardware
 from tiering.manifest import OTHER, read_manifest, seal_of
-from tiering.pipeline import REQUEST_BYTES
 from tiering.plan import MiB, make_plan
 from tiering.posix import PosixEngine
 from tiering.schedule import Verb
 from tiering.store import BlockStore
+from tiering.transfers import REQUEST_BYTES
 
 WEIGHT = "model.layers.0/weight"
 GRAIN = 2 * PAGE

@@ -22,6 +22,7 @@ PURE = (
     "costs",
     "plan",
     "homes",
+    "filling",
     "device",
     "lower",
     "turns",
@@ -30,6 +31,7 @@ PURE = (
     "spread",
     "check",
     "simulate",
+    "urgency",
     "errors",
     "gds_settings",
 )

@@ -240,7 +240,7 @@ def test_the_drive_has_its_next_request_while_bytes_are_summed(
 
     monkeypatch.setattr(checksums, "checksum", noted)
     with opened(small(), tmp_path / "s", wrap) as (manager, engine):
-        manager.pipeline._queue_depth = 1
+        manager.pipeline._transfers.queue_depth = 1
         steps.set()
         engine.step(batch(0), last=True)
         engine.settle()

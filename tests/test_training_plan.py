@@ -37,12 +37,22 @@ def late_of(plan: Plan) -> set[str]:
     return {block.unit for block in plan.workload.of_life("carried")}
 
 
-def test_where_computing_and_the_drive_take_as_long_some_updates_wait_for_forward() -> None:
+def test_where_memory_is_short_and_the_drive_as_slow_as_computing_some_updates_wait_for_forward() -> None:
     """P4: backward moves 24 of 28 bytes in three quarters of the computing; late updates even that out."""
-    plain, chosen = planned(0.95, 0.0), planned(0.95)
+    short = replace(LIMITS, host_bytes=90 * MiB)
+    plain, chosen = planned(0.95, 0.0, limits=short), planned(0.95, limits=short)
     shown = (plain.timeline.pass_s, chosen.timeline.pass_s, chosen.timeline.limit_s)
     assert late_of(chosen), shown
     assert chosen.timeline.pass_s < 0.985 * plain.timeline.pass_s, shown
+
+
+def test_with_room_to_look_ahead_a_step_takes_as_long_as_its_busiest_resource() -> None:
+    """P4: what is urgent goes first, so forward makes up for backward, and no update has to wait for that."""
+    for balance in (0.8, 0.95, 1.1):
+        plan = planned(balance)
+        shown = (balance, plan.timeline.pass_s, plan.timeline.limit_s)
+        assert not late_of(plan), shown
+        assert plan.timeline.pass_s <= 1.002 * plan.timeline.limit_s, shown
 
 
 @pytest.mark.parametrize("balance", [0.1, 10.0])

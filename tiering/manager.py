@@ -19,11 +19,12 @@ from tiering.engine import IOEngine
 from tiering.gds_settings import GdsSettings
 from tiering.lanes import InlineLanes, Lanes
 from tiering.lending import Views
-from tiering.pipeline import REQUEST_BYTES, Pipeline, Updater
+from tiering.pipeline import Pipeline, Updater
 from tiering.plan import Plan
 from tiering.schedule import Verb
 from tiering.store import JSON, BlockStore, StoredBlock, TensorSpec
 from tiering.trace import Trace
+from tiering.transfers import REQUEST_BYTES
 
 Tensors = Mapping[str, tuple[TensorSpec, ...]]
 """Block name to the tensors in it: what a reader of the store sees as the block's attributes."""

@@ -13,8 +13,8 @@ from statistics import median
 
 from tiering.engine import IOEngine
 from tiering.hardware import READ_SHARE, Rate
-from tiering.pipeline import REQUEST_BYTES
 from tiering.probe_file import MIXES, MiB, ProbeFile, What, probe_file
+from tiering.transfers import REQUEST_BYTES
 from tiering.workload import PAGE
 
 GiB = 1 << 30

@@ -19,6 +19,9 @@ from tiering.trace import InPass
 Line = tuple["Pass", int]
 """An action of a pass, by its index."""
 
+Queued = tuple[int, int, int, "Pass"]
+"""A ready action in the order of its lane: its rank, counted on through passes, the number of its pass, its index."""
+
 
 def on_device(action: Action) -> bool:
     """True for what a device with memory of its own does in a stream."""
@@ -53,6 +56,7 @@ class Pass:
         context: Any,
     ) -> None:
         self.number = number
+        self.ranks = schedule.ranks or range(len(schedule.actions))
         self.schedule = schedule
         self.context = context
         self.before = before
@@ -144,6 +148,10 @@ class Pass:
             if back == 0 and not reached[waited] and actions[waited].verb is not Verb.DROP:
                 return actions[waited].name
         return "an earlier action"
+
+    def queued(self, index: int) -> Queued:
+        """How `index` stands in the queue of its lane."""
+        return self.number * len(self.ranks) + self.ranks[index], self.number, index, self
 
     def at(self, index: int) -> InPass:
         """Where a span of `index` comes from."""

@@ -1,8 +1,8 @@
 """Runs schedules: issues every action as soon as what it waits for has completed.
 
-Scope: the I/O, update and copy lanes, the rendezvous with the code that computes.
-Not here: what to do and where (`lower.py`), who waits for whom (`passes.py`), the transfers themselves (`engine.py`,
-`lanes.py`), what an op computes (the caller).
+Scope: the update and copy lanes, the rendezvous with the code that computes.
+Not here: what to do and where (`lower.py`), who waits for whom (`passes.py`), the I/O lane (`transfers.py`), copies
+themselves (`lanes.py`), what an op computes (the caller).
 
 One loop, two modes: a serial run has one more wait a line, for the line before it. Reading order of the states:
 *waiting* (its `missing` count is not 0) -> *ready* (in its lane's heap) -> *running* -> *done*. Only `_done` moves an
@@ -16,27 +16,23 @@ update on the device is issued as a copy is, by whichever thread made it ready; 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
 from tiering.arena import Arena
-from tiering.checksums import Sums
 from tiering.completions import Completions
-from tiering.engine import Extent, IOEngine
+from tiering.engine import IOEngine
 from tiering.errors import ScheduleError
 from tiering.lanes import Event, Lanes
 from tiering.lending import Lender, Views
-from tiering.passes import Line, Pass, lead_in
+from tiering.passes import Line, Pass, Queued, lead_in
 from tiering.schedule import Action, Schedule, Verb
 from tiering.store import BlockStore
 from tiering.trace import COMPUTE, UPDATE, WAIT, Trace, kind_of
-
-REQUEST_BYTES = 8 << 20
+from tiering.transfers import Transfers
 
 Updater = Callable[[Action, Views, Any], None]
 """Runs one tile of an update op, or issues a whole one on the device, on any thread; the last argument is what `begin`
@@ -73,19 +69,11 @@ class Pipeline:
         self._passes: dict[int, Pass] = {}
         self._current: Pass | None = None
         self._numbers = 0
-        self._io: list[tuple[int, int]] = []
-        self._requests: deque[tuple[Pass, int, Extent, int, memoryview]] = deque()
-        self._in_flight = 0  # requests that the engine has
-        self._landing = 0  # those that it has moved, whose bytes are being summed
-        self._issuing = 0  # the thread that submits requests at this moment
-        self._queue_depth = queue_depth
+        self._transfers = Transfers(arena, store, engine, trace, self._changed, self._transferred, queue_depth)
         self._updating_s = 0.0  # spent in updates so far
-        self._io_left: dict[tuple[int, int], list[float]] = {}
-        self._sums: dict[tuple[str, int], Sums | None] = {}  # by block and first byte, of what will be written
-        self._updates: list[tuple[int, int]] = []
+        self._updates: list[Queued] = []
         self._closing = False
-        self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
-        self._device: list[tuple[int, int]] = []  # copies and updates of a device that may be issued
+        self._device: list[Queued] = []  # copies and updates of a device that may be issued
         self._computing = 0  # ops that the device has and has not done yet
         self._completions = Completions[Line](self._happened, self.fail)
 
@@ -183,19 +171,15 @@ class Pipeline:
     def fail(self, error: BaseException) -> None:
         """Enter the error state: nothing more is issued, every call raises `error`."""
         with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
+            self._note_failure(error)
 
     def close(self) -> None:
         """Stop issuing and wait for what is in flight."""
         with self._changed:
             self._closing = True
-            self._requests.clear()
-            self._io.clear()
             self._updates.clear()
             self._device.clear()
-            self._changed.wait_for(lambda: self._in_flight + self._landing == 0)  # requests whose bytes are in use
-        self._late.shutdown()
+        self._transfers.close()
         self._completions.close()
 
     def _expect(self, name: str) -> tuple[Pass, int]:
@@ -238,11 +222,11 @@ class Pipeline:
                     todo += pass_.issued(index, pass_.events_before(index))
                 todo += self._completed(pass_, index)
             elif action.lane == "io":
-                heappush(self._io, (pass_.number, index))
+                self._transfers.put(pass_, index)
             elif action.lane == "update" and not pass_.on_device[index]:
-                heappush(self._updates, (pass_.number, index))
+                heappush(self._updates, pass_.queued(index))
             elif action.lane != "compute":
-                heappush(self._device, (pass_.number, index))
+                heappush(self._device, pass_.queued(index))
         self._changed.notify_all()
 
     def _completed(self, pass_: Pass, index: int) -> list[Line]:
@@ -254,6 +238,20 @@ class Pipeline:
 
     def _done(self, pass_: Pass, index: int) -> None:
         self._ready(self._completed(pass_, index))
+
+    def _transferred(self, pass_: Pass, index: int, error: BaseException | None) -> None:
+        """A request has landed, of a transfer that is done by that or has failed. The lock is held."""
+        if error is None:
+            self._done(pass_, index)
+            self._issue()
+        else:
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """The first one counts. The lock is held."""
+        self._failure = self._failure or error
+        self._transfers.stop()
+        self._changed.notify_all()
 
     def _issued(self, pass_: Pass, index: int, event: Event) -> None:
         """The device has an action and will do it later; what follows it there is ready now. The lock is held."""
@@ -274,10 +272,9 @@ class Pipeline:
             self._issue()
 
     def _issue_device(self) -> None:
-        """Issue copies and updates in list order, each behind the events that it comes after. The lock is held."""
+        """Issue copies and updates by rank, each behind the events that it comes after. The lock is held."""
         while self._device and self._failure is None and not self._closing:
-            number, index = heappop(self._device)
-            pass_ = self._passes[number]
+            *_, index, pass_ = heappop(self._device)
             action, after = pass_.schedule.actions[index], pass_.events_before(index)
             try:
                 if action.lane == "update":
@@ -288,105 +285,28 @@ class Pipeline:
                     source, target = map(self._lender.bytes, action.operands)
                     event = self.lanes.copy(action.lane, source, target, after)
             except Exception as error:  # on a thread of the engine nobody would hear of it
-                self._failure = error
-                self._changed.notify_all()
+                self._note_failure(error)
                 return
             self._issued(pass_, index, event)
 
     def _issue(self) -> None:
-        """Issue to the device and submit requests in list order, as many as may be in flight. The lock is held."""
+        """Issue to the device and to the drives what is ready. The lock is held."""
         if self._device:
             self._issue_device()
-        self._issuing = threading.get_ident()
-        while self._failure is None and not self._closing and self._in_flight < self._queue_depth:
-            if not self._requests:
-                if not self._io:
-                    break
-                number, index = heappop(self._io)
-                self._split(self._passes[number], index)
-                continue
-            pass_, index, extent, begin, view = self._requests.popleft()
-            reads = pass_.schedule.actions[index].verb is Verb.READ
-            self._in_flight += 1
-            future = self.engine.submit_read(extent, view) if reads else self.engine.submit_write(extent, view)
-            future.add_done_callback(partial(self._landed, pass_, index, begin, view))
-        self._issuing = 0
-
-    def _split(self, pass_: Pass, index: int) -> None:
-        """Cut a transfer into requests of at most REQUEST_BYTES."""
-        action = pass_.schedule.actions[index]
-        (x,) = action.operands
-        extents = self.store.read_extents if action.verb is Verb.READ else self.store.write_extents
-        count = 0
-        for lo in range(x.lo, x.hi, REQUEST_BYTES):
-            for extent, begin, end in extents(x.block, lo, min(lo + REQUEST_BYTES, x.hi)):
-                at = x.address - x.lo
-                self._requests.append((pass_, index, extent, begin, self.arena.view(begin + at, end + at)))
-                count += 1
-        self._io_left[pass_.number, index] = [count, time.perf_counter()]
-
-    def _landed(self, pass_: Pass, index: int, begin: int, view: memoryview, future: "Future[int]") -> None:
-        """A request for the bytes from `begin` on has completed; runs on the engine's thread.
-
-        Checksums are compared here, and made here but for what an update wrote (`_update_next`: its tile is in the
-        cache then, and comes from there several times as fast). Until the action is done nobody changes the bytes in
-        `view`. The next request is on its way meanwhile. A request that was over before it could be waited for lands on
-        the thread that submits, which has the lock and may be the one that computes: not there.
-        """
-        error = future.exception()
-        if error is None and threading.get_ident() == self._issuing:
-            self._late.submit(self._landed, pass_, index, begin, view, future)
-            return
-        action = pass_.schedule.actions[index]
-        with self._changed:
-            self._in_flight -= 1
-            self._landing += 1
-            if error is None:
-                self._issue()
-        error = error or self._summed(action, begin, view)
-        with self._changed:
-            self._landing -= 1
-            if error is not None:
-                self._failure = self._failure or error
-                self._changed.notify_all()
-                return
-            left = self._io_left[pass_.number, index]
-            left[0] -= 1
-            if left[0]:
-                self._issue()
-                return
-            del self._io_left[pass_.number, index]
-            (x,) = action.operands
-            self._sums.pop((x.block, x.lo), None)
-            self.trace.add(action.verb, action.name, left[1], x.nbytes, at=pass_.at(index))
-            self._done(pass_, index)
-            self._issue()
-
-    def _summed(self, action: Action, begin: int, view: memoryview) -> BaseException | None:
-        """Tells the store of the bytes that have moved; what is wrong with them, if anything is."""
-        (x,) = action.operands
-        try:
-            if action.verb is Verb.WRITE:
-                self.store.wrote(x.block, begin, begin + view.nbytes, view, self._sums.get((x.block, x.lo)))
-            else:
-                self.store.compare(x.block, begin, view)
-        except BaseException as error:  # raised in a callback it would be lost, and everybody would wait for ever
-            return error
-        return None
+        self._transfers.issue()
 
     def _update_next(self) -> bool:
         """Run the first update that is ready, with the lock given up meanwhile; False if there is none."""
         if not self._updates or self._failure is not None:
             return False
-        number, index = heappop(self._updates)
-        pass_ = self._passes[number]
+        *_, index, pass_ = heappop(self._updates)
         action = pass_.schedule.actions[index]
         begin_s = time.perf_counter()
         self._changed.release()
         try:
             self._update(action, self._lender.views(action), pass_.context)
             for x in pass_.written_next(index):
-                self._sums[x.block, x.lo] = self.store.sums(x.block, x.lo, self._lender.view(x))
+                self._transfers.sum_up(x, self._lender.view(x))
             self.trace.add(UPDATE, action.name, begin_s, action.nbytes, at=pass_.at(index))
         except BaseException as error:
             self.fail(error)

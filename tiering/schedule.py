@@ -95,6 +95,8 @@ class Schedule:
     """`actions` in the order in which a serial run does them. A cyclic schedule starts with its lead-in, which reads
     what a pass in the middle would find left in HOST by the pass before it. `host_bytes` is the arena it needs, homes
     included; `ring_bytes` of it stage tiles, `lost_bytes` are lost to fit. `device_bytes` is the arena of DEVICE.
+    ranks: which ready action of a lane goes first, where that is not the earlier line. No two are the same, also where
+    they count on from pass to pass, one a line: below 0 in the pass before, from the number of lines on in the next.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Schedule:
     ring_bytes: int = 0
     lost_bytes: int = 0
     device_bytes: int = 0
+    ranks: tuple[int, ...] = ()
 
     def text(self) -> str:
         lines = [f"schedule {self.name}: {len(self.actions)} actions, {self.host_bytes} bytes of HOST"]

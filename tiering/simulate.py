@@ -1,18 +1,18 @@
 """Event simulation of a schedule: when would each action run, and how long is a pass in the steady state.
 
-Scope: lanes as servers that take the first ready action in list order, exactly as `pipeline.py` does; what lanes take
+Scope: lanes as servers that take the first ready action by rank, exactly as `pipeline.py` does; what lanes take
 from each other where they share a drive or a processor.
 Not here: measured spans (`trace.py`), closed-form bounds (`costs.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 
 from tiering.hardware import Hardware
-from tiering.schedule import Action, Schedule, Verb, moved_bytes
+from tiering.schedule import Action, Schedule, Verb
 from tiering.workload import Lane, Workload
 
 
@@ -84,21 +84,18 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
 
 
 def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timeline:
-    """Run three passes of a cyclic schedule (one of any other) and report the last one."""
+    """Run passes of a cyclic schedule until one takes as long as the one before (one of any other); the last one."""
     moved = dict.fromkeys(Verb, 0)
     for action in schedule.actions:
         moved[action.verb] += action.nbytes
     read, written = moved[Verb.READ], moved[Verb.WRITE]
-    cost = _costs(schedule, workload, hardware, mixed=bool(read and written))
-    passes = 3 if schedule.cyclic else 1
-    ends = _Run(schedule, cost, hardware, passes).ends()
-    busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
-    for action, duration in zip(schedule.actions, cost, strict=True):
-        busy[action.lane] += duration
+    cost = alone_s(schedule, workload, hardware)
+    busy = _busy_s(schedule, cost)
+    pass_s = _steady(schedule, cost, hardware)[1]
     shared, kept = sharing(schedule, hardware)
     slowed_s = (busy["compute"] + busy["update"]) / kept if shared else busy["compute"] + busy["update"] / kept
     return Timeline(
-        pass_s=ends[-1] - (ends[-2] if passes > 1 else 0.0),
+        pass_s=pass_s,
         io_s=busy["io"],
         h2d_s=busy["h2d"],
         d2h_s=busy["d2h"],
@@ -121,11 +118,11 @@ def sharing(schedule: Schedule, hardware: Hardware) -> tuple[bool, float]:
     return not hardware.update_beside_compute, 1 - hardware.io_steals
 
 
-def _costs(schedule: Schedule, workload: Workload, hardware: Hardware, *, mixed: bool) -> list[float]:
-    """Seconds of each action alone; mixed: where reads and writes share a drive."""
+def alone_s(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[float]:
+    """Seconds of each action alone, but for a drive that reads and writes share."""
     op_s = op_seconds(workload, hardware)
     cost = [seconds(action, op_s, hardware) for action in schedule.actions]
-    if not mixed:
+    if not {Verb.READ, Verb.WRITE} <= {action.verb for action in schedule.actions}:
         return cost
     stretch = hardware.mixed_stretch()
     return [c * stretch if a.lane == "io" else c for a, c in zip(schedule.actions, cost, strict=True)]
@@ -143,11 +140,9 @@ class Slot:
 
 def slots(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[Slot]:
     """The pass that `simulate` reports, line by line, and the one before it (back=1), whose end may reach into it."""
-    mixed = all(moved_bytes(schedule.actions, verb) for verb in (Verb.READ, Verb.WRITE))
-    passes = 3 if schedule.cyclic else 1
-    run = _Run(schedule, _costs(schedule, workload, hardware, mixed=mixed), hardware, passes)
-    ends = run.ends()
-    opened_s = ends[-2] if passes > 1 else 0.0
+    run, _ = _steady(schedule, alone_s(schedule, workload, hardware), hardware)
+    passes = run.passes
+    opened_s = run.done_at[run.gate + (passes - 2) * run.count] if passes > 1 else 0.0
     return [
         Slot(line=line, back=back, begin_s=run.begun_at[at] - opened_s, end_s=run.done_at[at] - opened_s)
         for back in range(min(2, passes))
@@ -156,7 +151,38 @@ def slots(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[Sl
     ]
 
 
+def _busy_s(schedule: Schedule, cost: Sequence[float]) -> dict[Lane, float]:
+    """Seconds for which each lane is busy in a pass."""
+    busy: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+    for action, duration in zip(schedule.actions, cost, strict=True):
+        busy[action.lane] += duration
+    return busy
+
+
+def _steady(schedule: Schedule, cost: list[float], hardware: Hardware) -> "tuple[_Run, float]":
+    """Passes in a row, and how long one takes. The first ones may be faster than the busiest lane lets all: what it has
+    not done yet still finds room in memory.
+    """
+    busy = _busy_s(schedule, cost)
+    shared, _ = sharing(schedule, hardware)
+    least_s = max(*busy.values(), busy["compute"] + (busy["update"] if shared else 0.0))
+    if not schedule.cyclic:
+        run = _Run(schedule, cost, hardware, 1)
+        return run, run.ends()[0]
+    for passes in _PASSES:
+        run = _Run(schedule, cost, hardware, passes)
+        *_, first_s, second_s, third_s = run.ends()
+        pass_s = third_s - second_s
+        if pass_s >= least_s * (1 - _STEADY) and abs(pass_s - (second_s - first_s)) <= _STEADY * pass_s:
+            break
+    return run, max(pass_s, least_s)
+
+
 LANES: tuple[Lane, ...] = ("io", "h2d", "d2h", "update", "compute")
+_PASSES, _STEADY = (3, 6), 1e-3
+"""Passes that are run, the second number where three are not enough; what two of them may differ by."""
+_INDEX_BITS = 32
+_INDEX = (1 << _INDEX_BITS) - 1
 _NEVER = 1 << 62
 """More waits than there are: of actions in a pass after the last one."""
 
@@ -174,6 +200,12 @@ class _Run:
         self.gate = runs[-1] if runs else self.count - 1
         self.followers: list[list[int]] = [[] for _ in self.actions]  # those of the next pass: beyond `count`
         self.missing = self._waits(runs)
+        ranks = schedule.ranks or range(self.count)
+        self.keys = [  # rank, counted on through passes, and the number of the action
+            rank + number * self.count << _INDEX_BITS | line + number * self.count
+            for number in range(passes + 1)
+            for line, rank in enumerate(ranks)
+        ]
         self.ready: dict[Lane, list[int]] = {lane: [] for lane in LANES}
         self.queues = [None if a.verb is Verb.DROP else self.ready[a.lane] for a in self.actions] * 2  # as followers
         self.running: dict[Lane, list[float]] = {}  # lane -> [action, seconds of work left]
@@ -220,7 +252,7 @@ class _Run:
         """Everything that `index` waits for has completed."""
         queue = self.queues[index % self.count]
         if queue is not None:
-            heappush(queue, index)
+            heappush(queue, self.keys[index])
         else:
             self.begun_at[index] = self.now
             self._finish(index)
@@ -230,7 +262,7 @@ class _Run:
         running = self.running
         for lane, queue in self.ready.items():
             if queue and lane not in running:
-                index = heappop(queue)
+                index = heappop(queue) & _INDEX
                 running[lane] = [index, self.cost[index % self.count]]
                 self.begun_at[index] = self.now
         return bool(running)
@@ -249,7 +281,7 @@ class _Run:
 
     def _finish(self, index: int) -> None:
         """`index` is done, and with it what only gives up bytes and waited for nothing else."""
-        count, missing, queues = self.count, self.missing, self.queues
+        count, missing, queues, keys = self.count, self.missing, self.queues, self.keys
         done = [index]
         for index in done:
             self.done_at[index] = self.now
@@ -262,7 +294,7 @@ class _Run:
                     continue
                 queue = queues[follower]
                 if queue is not None:
-                    heappush(queue, waiting)
+                    heappush(queue, keys[waiting])
                 else:
                     self.begun_at[waiting] = self.now
                     done.append(waiting)

@@ -30,7 +30,7 @@ class Timetable:
 
 
 def timetable(schedule: Schedule, workload: Workload, hardware: Hardware) -> Timetable:
-    """The pass that `simulate` reports: the third one in a row, or the only one of a schedule that is not cyclic."""
+    """The pass that `simulate` reports: one in the steady state, or the only one of a schedule that is not cyclic."""
     found = slots(schedule, workload, hardware)
     shared, _ = sharing(schedule, hardware)
     updates = [slot for slot in found if schedule.actions[slot.line].lane == UPDATE] if shared else []
