@@ -67,7 +67,7 @@ def refuse_budget(run: RunConfig, sizes: list[UnitSize], *, has_device: bool | N
     workload = training_workload(sizes, deferred=deferred, bf16=bf16)
     # With updates on the host a device asks for no less of HOST than none, with updates of its own it may.
     tried = [on_device(workload) if has_device else workload]
-    if has_device is not False and run.train.update_on != "host" and not bf16:
+    if has_device is not False and run.train.update_on != "host":
         there = on_device(workload, update=True)
         tried = [there] if run.train.update_on == "device" else [*tried, there]
     first: BudgetError | None = None

@@ -12,9 +12,11 @@ itself; where memory is too short for that, a few percent are left to win, near 
 
 On a device AdamW is as fast as its memory, but both moments cross the link and come back: 16 bytes a parameter there
 and 12 back without clipping, where updates on the host need 8 and 4. A slow host or a fast link speaks for the device.
+With BF16 copies it is 16 and 14 (the weight crosses with its moments, the copy comes back too), where the host needs 4
+and 4.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +35,16 @@ _FASTER = 0.999
 """Updates go to the device where a step takes at most this part of the time: a tie is the host's."""
 
 UpdateOn = Literal["auto", "host", "device"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan, and the seconds of a step with updates in the other place: None where that does not fit, where there is
+    none, or where it was not tried.
+    """
+
+    plan: Plan
+    other_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,29 +74,54 @@ def plan_training(
 
     deferred: all updates are late, as clipping needs it. late: the share of them without clipping; None: chosen.
     validates: forwards alone can run too, over the same homes. bf16: ops compute with BF16 copies of the weights, which
-    updates on the host make. candidates: knobs to try instead of the planner's own, quickly, with `late` as given.
+    updates make. candidates: knobs to try instead of the planner's own, quickly, with `late` as given.
     Raises `ShortError` where nothing fits: that of updates on the host, where both are tried.
     """
 
     def planned(there: bool) -> Plan:
         return _plan_for(units, hardware, limits, there, deferred, late, validates, bf16, candidates)
 
+    return _chosen(planned, hardware, limits).plan
+
+
+def weigh_places(
+    units: Sequence[UnitSize], hardware: Hardware, limits: Limits, *, deferred: bool, bf16: bool = False
+) -> Choice:
+    """As `plan_training`; the other place is tried where one is asked for too, to say what it would be."""
+
+    def planned(there: bool) -> Plan:
+        return _plan_for(units, hardware, limits, there, deferred, None, False, bf16, None)
+
+    found = _chosen(planned, hardware, limits)
+    if limits.update_on == "auto" or limits.device_bytes is None or hardware.device_update is None:
+        return found
+    try:
+        return replace(found, other_s=planned(limits.update_on == "host").timeline.pass_s)
+    except ShortError:
+        return found
+
+
+def _chosen(planned: Callable[[bool], Plan], hardware: Hardware, limits: Limits) -> Choice:
+    """planned: by whether updates run on the device."""
     if limits.update_on == "device":
-        return planned(True)
-    if limits.update_on == "host" or bf16 or limits.device_bytes is None or hardware.device_update is None:
-        return planned(False)
+        return Choice(plan=planned(True))
+    if limits.update_on == "host" or limits.device_bytes is None or hardware.device_update is None:
+        return Choice(plan=planned(False))
     try:
         on_host = planned(False)
     except ShortError as short:
         try:
-            return planned(True)  # gradients that are used there need no room in HOST
+            return Choice(plan=planned(True))  # gradients that are used there need no room in HOST
         except ShortError:
             raise short from None
     try:
         on_device = planned(True)
     except ShortError:
-        return on_host
-    return on_device if on_device.timeline.pass_s < _FASTER * on_host.timeline.pass_s else on_host
+        return Choice(plan=on_host)
+    host_s, device_s = on_host.timeline.pass_s, on_device.timeline.pass_s
+    if device_s < _FASTER * host_s:
+        return Choice(plan=on_device, other_s=host_s)
+    return Choice(plan=on_host, other_s=device_s)
 
 
 def _plan_for(

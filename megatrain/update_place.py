@@ -16,16 +16,11 @@ _KEY = "updates_on"
 
 
 def refuse_place(run: RunConfig, *, has_device: bool) -> None:
-    """Raises UserError for updates on a device where there is none, or that would have to make BF16 copies."""
+    """Raises UserError for updates on a device where there is none."""
     if run.train.update_on == "device" and not has_device:
         raise UserError(
             "train.update_on: device: the CPU computes this run, there is no device to update on. Fix: "
             "train.update_on: auto, or device: cuda on a machine with a GPU"
-        )
-    if run.train.update_on == "device" and run.train.precision == "bf16":
-        raise UserError(
-            "train.update_on: device: with train.precision: bf16 an update makes the BF16 copy of a weight, which only "
-            "the CPU does. Fix: train.update_on: auto, or another train.precision"
         )
 
 
@@ -35,8 +30,6 @@ def place_of_updates(run: RunConfig, hardware: Hardware, before: Mapping[str, JS
     """
     asked, held = run.train.update_on, before.get(_KEY)
     place: UpdateOn = asked
-    if run.train.precision == "bf16":
-        return "host"
     if asked == "auto" and held in ("host", "device") and hardware.h2d is not None:
         place = "device" if held == "device" else "host"
     if place == "device" and hardware.device_update is None:

@@ -22,6 +22,7 @@ from models import MODELS
 from rich.console import Console
 from torch import nn
 from torch._inductor import config as inductor
+from torch.utils._triton import has_triton
 
 import megatrain.compiled
 import megatrain.compiler_trial
@@ -107,6 +108,22 @@ def test_graphs_have_the_same_bits_in_every_placement(run_file: RunFile) -> None
 def test_compiled_layers_have_the_same_bits_in_every_placement(run_file: RunFile, changes: dict[str, Any]) -> None:
     """P1, I8: the same with what inductor makes."""
     check_placements(run_file, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available() and not has_triton(), reason="Triton does not work with this device")
+@pytest.mark.usefixtures("known_machine")
+@pytest.mark.parametrize(
+    ("changes", "place"), [(MIXED, "host"), (MIXED, "device"), (DROPPING, "host")], ids=["llama", "there", "dropout"]
+)
+def test_layers_compiled_for_cuda_have_the_bits_of_the_compiled_plain_loop_on_cuda(
+    run_file: RunFile, changes: dict[str, Any], place: str
+) -> None:
+    """P1, I8: Triton's kernels, with weights at other addresses each time; the plain loop's layers are compiled with
+    the same settings, and computed again in backward.
+    """
+    check_placements(run_file, {**changes, "device": "cuda", "train.update_on": place}, (0, 1))
 
 
 @pytest.mark.slow

@@ -26,9 +26,11 @@ from tiering.arena import Arena
 from tiering.cuda import CudaLanes
 from tiering.errors import DeviceError
 from tiering.pin_probe import refusal
-from tiering.workload import PAGE
+from tiering.workload import PAGE, Workload
 
-WORKLOAD = toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, activation=2 * PAGE), "fused")
+WORKLOAD, IN_BF16 = (
+    toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, activation=2 * PAGE), "fused", bf16=bf16) for bf16 in (False, True)
+)
 NO_DEVICE = "torch sees no CUDA device"
 
 
@@ -201,12 +203,11 @@ def test_the_clock_is_set_again_before_it_drifts(driver: _Driver, monkeypatch: p
 
 def test_a_plan_is_carried_out_on_cuda_lanes(driver: _Driver, tmp_path: Path) -> None:
     """P1: all calls fit together; this driver does everything at once."""
-    found = trained(device_plan(WORKLOAD, 90 * PAGE), tmp_path / "s", cuda_lanes())
-    unlike = interpreted(WORKLOAD).unlike(found)
-    assert not unlike, unlike[:4]
-    found = trained(device_plan(WORKLOAD, 90 * PAGE, update_there=True), tmp_path / "there", cuda_lanes())
-    unlike = interpreted(WORKLOAD).unlike(found)
-    assert not unlike, unlike[:4]
+    cases = {"host": (WORKLOAD, False), "device": (WORKLOAD, True), "device, bf16": (IN_BF16, True)}
+    for name, (workload, there) in cases.items():
+        found = trained(device_plan(workload, 90 * PAGE, update_there=there), tmp_path / name, cuda_lanes())
+        unlike = interpreted(workload).unlike(found)
+        assert not unlike, f"{name}: {unlike[:4]}"
 
 
 def test_the_host_arena_is_locked_in_its_exact_size_and_unlocked_before_it_goes(driver: _Driver) -> None:
@@ -280,13 +281,17 @@ def test_a_trial_without_a_device_says_so() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_DEVICE)
-@pytest.mark.parametrize("update_there", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("workload", "update_there"),
+    [(WORKLOAD, False), (WORKLOAD, True), (IN_BF16, True)],
+    ids=["host", "device", "device-bf16"],
+)
 @pytest.mark.parametrize("device_bytes", [None, ROOMY], ids=["tight", "roomy"])
 def test_streams_and_events_of_a_real_device_keep_the_order(
-    tmp_path: Path, device_bytes: int | None, update_there: bool
+    tmp_path: Path, device_bytes: int | None, workload: Workload, update_there: bool
 ) -> None:
     """I2, I3, I8, P2: the same bytes as the program says; the device holds the arena and nothing else."""
-    made = device_plan(WORKLOAD, 200 * PAGE, device_bytes, update_there=update_there)
+    made = device_plan(workload, 200 * PAGE, device_bytes, update_there=update_there)
     for number in range(4):
         lanes = CudaLanes()
         torch.cuda.reset_peak_memory_stats(lanes.device)
@@ -295,7 +300,7 @@ def test_streams_and_events_of_a_real_device_keep_the_order(
             found = run.train()
             assert "locked for copies" in lanes.pin_line, lanes.pin_line
             _, figures = run.manager.trace.take()
-        unlike = interpreted(WORKLOAD).unlike(found)
+        unlike = interpreted(workload).unlike(found)
         assert not unlike, unlike[:4]
         peak = torch.cuda.max_memory_allocated(lanes.device) - held
         assert made.device_bytes <= peak < made.device_bytes + (1 << 20), (made.device_bytes, peak)

@@ -256,13 +256,16 @@ def test_a_device_that_runs_out_of_memory_in_a_step_is_told_with_the_sum(
     assert "CUDA context" in str(caught.value) and "Fix: a lower tiers.device_memory" in str(caught.value)
 
 
-@pytest.mark.parametrize(("clip", "place"), [(None, "host"), (None, "device"), (0.5, "device")])
+@pytest.mark.parametrize(
+    ("clip", "place", "precision"),
+    [(None, "host", "fp32"), (None, "device", "fp32"), (0.5, "device", "fp32"), (0.5, "device", "bf16")],
+)
 def test_a_run_on_a_device_is_resumed_and_validated_with_the_bits_of_the_cpu(
-    run_file: RunFile, pretend: Pretend, tmp_path: Path, clip: float | None, place: str
+    run_file: RunFile, pretend: Pretend, tmp_path: Path, clip: float | None, place: str, precision: str
 ) -> None:
     """P1, P3: four steps at once on the CPU; two and two on a device, with the validations between them."""
     changes = {**TIGHT, "data.validation": 0.2, "train.eval_every": 2, "train.commit_every": 2}
-    changes |= {"train.max_grad_norm": clip}
+    changes |= {"train.max_grad_norm": clip, "train.precision": precision}
 
     def folder(name: str) -> dict[str, Any]:
         return {"tiers.nvme": str(tmp_path / name / "nvme"), "output.dir": str(tmp_path / name)}

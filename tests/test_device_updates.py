@@ -28,14 +28,14 @@ from megatrain.engine import StepEngine
 from megatrain.errors import UserError
 from megatrain.optim import NonFiniteError
 from megatrain.prepare import prepare
-from megatrain.programs import UnitSize, training_workload
+from megatrain.programs import WEIGHT_BF16, UnitSize, training_workload
 from megatrain.report import PlanReport, device_line
 from megatrain.trainer import open_run_batches, open_state, train
 from megatrain.training_plan import Limits, UpdateOn, plan_training
 from megatrain.update_place import place_of_updates
 from megatrain.verify import verify
 from tiering.check import check
-from tiering.costs import d2h_bytes, h2d_bytes
+from tiering.costs import BF16, FP32, d2h_bytes, h2d_bytes
 from tiering.device import updates_there
 from tiering.errors import BudgetError
 from tiering.hardware import Hardware, Rate, assumed_hardware
@@ -54,13 +54,13 @@ Pretend = Callable[..., list[OutOfOrderLanes]]
 
 
 @lru_cache
-def workload(mode: str, *, tied: bool = False) -> Workload:
-    return toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, tied=tied, activation=2 * PAGE), mode)
+def workload(mode: str, *, tied: bool = False, bf16: bool = False) -> Workload:
+    return toy_workload(toy_units(3, 3 * PAGE, 5 * PAGE, tied=tied, activation=2 * PAGE), mode, bf16=bf16)
 
 
 @lru_cache
-def plan(mode: str, device: str, host_bytes: int = SOME_HOST, *, tied: bool = False) -> Plan:
-    return device_plan(workload(mode, tied=tied), host_bytes, DEVICE[device], update_there=True)
+def plan(mode: str, device: str, host_bytes: int = SOME_HOST, *, tied: bool = False, bf16: bool = False) -> Plan:
+    return device_plan(workload(mode, tied=tied, bf16=bf16), host_bytes, DEVICE[device], update_there=True)
 
 
 @pytest.mark.parametrize("device", DEVICE)
@@ -80,6 +80,30 @@ def test_updates_that_are_late_and_out_of_order_change_no_byte(
     assert not wanted.unlike(found), wanted.unlike(found)[:4]
 
 
+@pytest.mark.parametrize(
+    ("mode", "tied", "device"),
+    [
+        ("fused", False, "tight"),
+        ("mixed", True, "roomy"),
+        pytest.param("deferred", False, "tight", marks=pytest.mark.slow),
+        pytest.param("deferred", False, "roomy", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_that_make_a_copy_to_compute_with_change_no_byte(
+    tmp_path: Path, mode: str, device: str, tied: bool
+) -> None:
+    """I2, I3, P1: the FP32 weight comes for its update alone, and the BF16 copy is made there, before the first step
+    too.
+    """
+    wanted = interpreted(workload(mode, tied=tied, bf16=True))
+    for seed, host_bytes in enumerate((TIGHT_HOST, ROOMY)):
+        made, lanes = plan(mode, device, host_bytes, tied=tied, bf16=True), OutOfOrderLanes(seed)
+        found = trained(made, tmp_path / str(seed), lanes)
+        unlike = wanted.unlike(found)
+        assert not unlike, f"seed {seed}: {unlike[:4]}\n{made.schedules['step'].text()}"
+        assert lanes.updates == (3 + 1) * (6 - tied), f"{lanes.updates}: three steps and the casts, each unit once"
+
+
 def _of_updates(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     """(line, edge) of all edges to and from an update that matter."""
     actions = schedule.actions
@@ -91,37 +115,43 @@ def _of_updates(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
     ]
 
 
-def _unseen(root: Path, mode: str, device: str, most: int) -> tuple[int, list[str]]:
+def _unseen(root: Path, mode: str, device: str, most: int, *, bf16: bool) -> tuple[int, list[str]]:
     """Of edges of updates."""
-    made = plan(mode, device, ROOMY)
+    made = plan(mode, device, ROOMY, bf16=bf16)
     mattering = _of_updates(made.schedules["step"])
-    return unseen_without(root, made, interpreted(workload(mode)), mattering, most)
+    return unseen_without(root, made, interpreted(workload(mode, bf16=bf16)), mattering, most)
 
 
 @pytest.mark.parametrize(
-    ("mode", "device"), [("fused", "tight"), pytest.param("deferred", "roomy", marks=pytest.mark.slow)]
+    ("mode", "device", "bf16"),
+    [
+        ("fused", "tight", False),
+        ("fused", "tight", True),
+        pytest.param("deferred", "roomy", False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_stand_in_sees_a_missing_edge_of_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, device: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, device: str, bf16: bool
 ) -> None:
     """I2, I3: without any one edge to or from an update, some order of the device gives wrong bytes.
 
     By lot: one of them may stay unseen.
     """
     monkeypatch.setattr(tiering.manager, "check", lambda *args: None)
-    count, unseen = _unseen(tmp_path, mode, device, 8)
+    count, unseen = _unseen(tmp_path, mode, device, 8, bf16=bf16)
     assert count == 8 and len(unseen) <= 1, "\n".join(unseen)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("device", DEVICE)
 @pytest.mark.parametrize("mode", ["fused", "deferred"])
 def test_the_stand_in_sees_any_missing_edge_of_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, device: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, device: str, bf16: bool
 ) -> None:
     """I2, I3: as above, with each edge in turn."""
     monkeypatch.setattr(tiering.manager, "check", lambda *args: None)
-    count, unseen = _unseen(tmp_path, mode, device, 1000)
+    count, unseen = _unseen(tmp_path, mode, device, 1000, bf16=bf16)
     assert count > 15 and len(unseen) <= 1, "\n".join(unseen)
 
 
@@ -151,14 +181,37 @@ def test_an_update_on_the_device_moves_both_moments_and_no_gradient_that_need_no
     assert {name for name in ("L0/exp_avg", "L0/exp_avg_sq") if name not in made.workload.tile_only()} == set()
 
 
-def test_the_copies_of_device_updates_are_those_of_the_closed_form() -> None:
-    """P5: 16 bytes a parameter there and 12 back; what is used twice within two ops is copied once."""
+@pytest.mark.parametrize("mode", ["fused", "deferred"])
+def test_an_update_with_bf16_copies_moves_the_weight_as_a_moment_and_the_copy_back(mode: str) -> None:
+    """P5: by hand; nothing of an FP32 weight is staged whole in HOST, and no gradient that need not wait is moved."""
+    made = plan(mode, "tight", bf16=True)
+    held = [block for name, block in made.workload.blocks.items() if "@" not in name]
+    weights, copies = (sum(b.nbytes for b in held if b.kind == kind) for kind in ("weight", WEIGHT_BF16))
+    waits = weights if mode == "deferred" else 0
+    kinds = ("weight", "exp_avg", "exp_avg_sq", "grad")
+    found = {kind: (_copied(made, Verb.H2D, kind), _copied(made, Verb.D2H, kind)) for kind in kinds}
+    assert found == {**dict.fromkeys(kinds, (weights, weights)), "grad": (waits, waits)}, found
+    assert _copied(made, Verb.D2H, WEIGHT_BF16) == copies, "each copy comes back once"
+    for schedule in made.schedules.values():
+        check(made.workload, made.placement, schedule)
+    whole = {f"{unit}/{kind}" for unit in ("L0", "head") for kind in kinds[:3]} - made.workload.tile_only()
+    assert not whole, whole
+
+
+@pytest.mark.parametrize(
+    ("number_bytes", "bytes_there", "bytes_back"), [(FP32, 16, 12), (BF16, 16, 14)], ids=["fp32", "bf16"]
+)
+def test_the_copies_of_device_updates_are_those_of_the_closed_form(
+    number_bytes: int, bytes_there: int, bytes_back: int
+) -> None:
+    """P5: bytes a parameter there and back; what is used twice within two ops is copied once."""
     units = [UnitSize(name=name, nbytes=MiB) for name in ("embed", *(f"L{i}" for i in range(20)), "head")]
-    tight = device_plan(training_workload(units, deferred=False), 1 << 30, update_there=True)
-    timeline = tight.timeline
+    made = training_workload(units, deferred=False, bf16=number_bytes == BF16)
+    timeline = device_plan(made, 1 << 30, update_there=True).timeline
     parameters = len(units) * MiB // 4
-    most, back = h2d_bytes(parameters, update_there=True), d2h_bytes(parameters, update_there=True)
-    assert (most, back) == (16 * parameters, 12 * parameters)
+    most = h2d_bytes(parameters, number_bytes=number_bytes, update_there=True)
+    back = d2h_bytes(parameters, number_bytes=number_bytes, update_there=True)
+    assert (most, back) == (bytes_there * parameters, bytes_back * parameters)
     assert timeline.d2h_bytes == back, f"{timeline.d2h_bytes} bytes back, by hand {back}"
     assert most - 4 * MiB <= timeline.h2d_bytes <= most, f"{timeline.h2d_bytes} bytes there, by hand {most}"
 
@@ -178,17 +231,26 @@ def machine(**per_s: float) -> Hardware:
     return replace(assumed_hardware(), **rates, update_beside_compute=True)  # type: ignore[arg-type]
 
 
-def chosen(hardware: Hardware, update_on: UpdateOn = "auto", *, deferred: bool = False, host: int = 1 << 30) -> Plan:
+def chosen(
+    hardware: Hardware,
+    update_on: UpdateOn = "auto",
+    *,
+    deferred: bool = False,
+    bf16: bool = False,
+    host: int = 1 << 30,
+) -> Plan:
     units = toy_units(12, 4 * MiB, 4 * MiB, flops_per_byte=1.0)
     limits = Limits(host_bytes=host, device_bytes=64 * MiB, update_on=update_on)
-    return plan_training(units, hardware, limits, deferred=deferred)
+    return plan_training(units, hardware, limits, deferred=deferred, bf16=bf16)
 
 
-@pytest.mark.parametrize("deferred", [False, True], ids=["fused", "deferred"])
-def test_updates_go_to_the_device_where_the_host_is_slow_and_stay_where_the_link_is(deferred: bool) -> None:
+@pytest.mark.parametrize(
+    ("deferred", "bf16"), [(False, False), (True, False), (False, True)], ids=["fused", "deferred", "bf16"]
+)
+def test_updates_go_to_the_device_where_the_host_is_slow_and_stay_where_the_link_is(deferred: bool, bf16: bool) -> None:
     """P4, P5: the faster one by simulation; the other one, when it is asked for, is no faster."""
     for hardware, there in ((machine(update=2e9), True), (machine(h2d=2e9, d2h=2e9), False)):
-        found = {on: chosen(hardware, on, deferred=deferred) for on in ("auto", "host", "device")}
+        found = {on: chosen(hardware, on, deferred=deferred, bf16=bf16) for on in ("auto", "host", "device")}
         seconds = {on: plan_.timeline.pass_s for on, plan_ in found.items()}
         assert updates_there(found["auto"].workload) == there, seconds
         assert [updates_there(found[on].workload) for on in ("host", "device")] == [False, True]
@@ -247,11 +309,31 @@ def test_a_run_with_device_updates_equals_the_plain_loop_bit_for_bit(
         assert lanes[0].updates > 0
 
 
-@pytest.mark.parametrize("late", [0.5, 1.0])
-def test_late_updates_on_the_device_change_no_number(run_file: RunFile, pretend: Pretend, late: float) -> None:
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("mixtral", marks=pytest.mark.slow), "llama-tied"])
+def test_a_bf16_run_with_device_updates_equals_the_plain_bf16_loop_bit_for_bit(
+    run_file: RunFile, pretend: Pretend, model: str, clip: float | None
+) -> None:
+    """P1, I8: the device rounds what it has updated; all on NVMe, and all in RAM. Some units have odd sizes."""
+    for micro_batch, resident in ((4, 0), (2, 1)):
+        if model in TIED and micro_batch < 4:
+            continue
+        changes = {"train.max_grad_norm": clip, "train.micro_batch": micro_batch, "tiers.resident": resident}
+        settings = {**THERE, **changes, "model.config": MODELS[model], "train.precision": "bf16"}
+        lanes = pretend(seed=micro_batch)
+        result = verify(load_run(run_file(settings)), 3, QUIET)
+        assert result["identical"], {key: result[key] for key in ("losses", "plain_losses", "grad_norms", "differing")}
+        assert lanes[0].updates > 0
+
+
+@pytest.mark.parametrize(("late", "precision"), [(0.5, "fp32"), (1.0, "fp32"), (0.5, "bf16")])
+def test_late_updates_on_the_device_change_no_number(
+    run_file: RunFile, pretend: Pretend, late: float, precision: str
+) -> None:
     """P1: a share of the units in the next forward, the others in backward; with parameters that do not decay."""
     pretend()
     changes = {"tiers.late_updates": late, "optimizer.no_decay": ["*norm*"], "optimizer.weight_decay": 0.1}
+    changes |= {"train.precision": precision}
     result = verify(load_run(run_file({**THERE, **changes})), 3, QUIET)
     assert result["identical"], {key: result[key] for key in ("losses", "plain_losses", "differing")}
 
@@ -295,16 +377,21 @@ def test_a_state_keeps_to_the_place_of_its_updates(run_file: RunFile, pretend: P
 
 
 def _state(run: Any, name: str) -> bytes:
-    """A block of the state as its home holds it now, in HOST."""
-    manager = run.manager
+    """A block of the state as its home holds it now, in HOST; of a copy what is used, which may be no whole pages."""
+    manager, (unit, kind) = run.manager, name.split("/")
     at, nbytes = manager.plan.placement.address[name], manager.plan.workload.blocks[name].nbytes
+    if kind == WEIGHT_BF16:
+        nbytes = manager.plan.workload.blocks[f"{unit}/weight"].nbytes // 2
     return bytes(manager.arena.tensor(at, at + nbytes).numpy())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_changes_nothing_from_there_on(
-    run_file: RunFile, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: RunFile, pretend: Pretend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    """OM-07: the device finds the flag beside the gradient; what was updated before it in this step has changed."""
+    """OM-07: the device finds the flag beside the gradient; what was updated before it in this step has changed. A
+    copy to compute with is the old one too.
+    """
     pretend()
     ready = StepEngine._gradient_ready
     poisoned = "model.layers.1"
@@ -322,11 +409,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing_from_there_on(
 
     monkeypatch.setattr(StepEngine, "_gradient_ready", broken)
     monkeypatch.setattr(StepEngine, "_finish", settled)
-    prepared = prepare(load_run(run_file({**THERE, "tiers.resident": 1})))
+    prepared = prepare(load_run(run_file({**THERE, "tiers.resident": 1, "train.precision": precision})))
     batches = open_run_batches(prepared, tmp_path, QUIET)
     with open_state(prepared, batches, prepared.run.tiers.nvme[0], resume=False, console=QUIET) as manager:
         engine = StepEngine(prepared.run, prepared.units, manager, 0)
-        names = [f"{unit.name}/{kind}" for unit in prepared.units.stored for kind in unit.kinds]
+        copies = [WEIGHT_BF16] if precision == "bf16" else []
+        names = [f"{unit.name}/{kind}" for unit in prepared.units.stored for kind in (*unit.kinds, *copies)]
         inputs = {"input_ids": torch.arange(64).view(4, 16), "labels": torch.arange(64).view(4, 16)}
         engine.step(inputs, last=False)
         before = {name: _state(engine, name) for name in names}

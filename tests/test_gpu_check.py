@@ -28,6 +28,7 @@ from benchmarks.gpu_check.checks import BY_NAME, CHECKS, DEVICE, Check
 from benchmarks.gpu_check.rig import Rig
 from benchmarks.presets import llama
 from megatrain.accelerator import Accelerator
+from megatrain.config import RunConfig
 from tiering import gds
 from tiering.errors import PlaceError
 from tiering.hardware import Rate
@@ -324,8 +325,9 @@ def test_models_are_held_against_the_plain_loop(rig: Rig, pretend: None, monkeyp
     few = {name: models[name] for name in ("llama", "llama-tied")}
     monkeypatch.setattr(runs, "tested_models", lambda: (few, tied))
     found = runs.bitwise(rig)
-    assert found["ok"] and len(found["same"]) == 8, found
+    assert found["ok"] and len(found["same"]) == 10, found
     assert "llama, clipped, 4 micro-batches, updates on the device" in found["same"], found
+    assert "llama, fused, 1 micro-batches, updates on the device, bf16" in found["same"], found
     late = runs.bitwise(replace(rig, until_s=time.monotonic()))
     assert late["ok"] is None and "no time for llama, fused" in late["skipped"], late
     result = {"identical": False, "losses": [1.0], "plain_losses": [2.0], "max_abs_diff": {}, "differing": ["a", "b"]}
@@ -334,6 +336,21 @@ def test_models_are_held_against_the_plain_loop(rig: Rig, pretend: None, monkeyp
     assert wrong["ok"] is False and wrong["differing"]["llama, fused, 1 micro-batches, updates on the host"][
         "differing"
     ] == ["a", "b"], wrong
+
+
+def test_compiled_layers_are_compared_with_updates_in_both_places(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: each run is compiled; without Triton the check is not begun, and its line says what is missing."""
+    asked = []
+
+    def verified(run: RunConfig, *rest: Any) -> dict[str, Any]:
+        asked.append((run.train.compile, run.train.update_on, run.device))
+        return {"identical": True}
+
+    monkeypatch.setattr(runs, "verify", verified)
+    found = runs.compiled(rig)
+    assert found["ok"] and len(found["same"]) == 2, found
+    assert asked == [(True, "host", "cuda"), (True, "device", "cuda")], asked
+    assert "triton" in BY_NAME["compiled"].needs
 
 
 SMALL = llama(hidden=64, layers=4, intermediate=192, vocabulary=256, head=16)

@@ -17,6 +17,9 @@ from megatrain.catalog.parts import assumed_update, burst_write, find_drive, fin
 from megatrain.errors import UserError
 from tiering.hardware import all_drives
 
+NO_TF32 = {"t4", "v100", "v100-32gb", "rtx2080ti", "rtx3060-12gb", "rtxpro6000", "mi210", "mi300x"}
+"""Older than the format, with a sheet that leaves it out, or AMD's."""
+
 
 @pytest.mark.parametrize("name", GPUS)
 def test_every_gpu_says_that_it_is_assumed_and_from_what(name: str) -> None:
@@ -29,6 +32,10 @@ def test_every_gpu_says_that_it_is_assumed_and_from_what(name: str) -> None:
     assert 10 * 2**30 <= gpu.memory_bytes <= 192 * 2**30
     assert 8e12 * 0.5 < gpu.compute.per_s < GPUS[name].fp32 * 1e12
     assert gpu.h2d.per_s < gpu.bandwidth.per_s < GPUS[name].bandwidth * 1e9
+    if gpu.tf32 is not None:
+        assert "% of it assumed" in gpu.tf32.how and gpu.tf32.per_s < GPUS[name].tf32 * 1e12, gpu.tf32
+        assert gpu.tf32.per_s >= gpu.compute.per_s, f"TF32 is no slower than FP32: {gpu.tf32} {gpu.compute}"
+    assert (gpu.tf32 is None) == (name in NO_TF32), name
 
 
 @pytest.mark.parametrize("name", DRIVES)

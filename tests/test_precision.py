@@ -214,12 +214,15 @@ def test_a_bf16_run_on_a_device_equals_the_plain_loop_bit_for_bit(
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", [pytest.param(precision, marks=on_gpu) for precision in ("bf16", "tf32")])
+@pytest.mark.parametrize(
+    ("precision", "place"),
+    [pytest.param(*case, marks=on_gpu) for case in (("bf16", "host"), ("bf16", "device"), ("tf32", "host"))],
+)
 def test_a_run_on_cuda_equals_the_plain_loop_on_cuda_in_other_precisions(
-    run_file: RunFile, precision: str, model: str, clip: float | None
+    run_file: RunFile, precision: str, place: str, model: str, clip: float | None
 ) -> None:
-    """P1, I8: both sides have the same precision, and the same settings of the device."""
-    changes = {"device": "cuda", "train__precision": precision}
+    """P1, I8: both sides have the same precision, the same settings of the device, and AdamW in the same place."""
+    changes = {"device": "cuda", "train__precision": precision, "train__update_on": place}
     verified(run_file, settings(model, clip, 4 if model in TIED else 2, **changes))
 
 

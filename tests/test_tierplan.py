@@ -4,6 +4,7 @@ Scope: `tierplan` from its options to its output, and the question behind it. No
 (`test_plan.py`), the arithmetic of models and parts (`test_shapes.py`, `test_estimate.py`, `test_parts.py`).
 """
 
+import io
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatrain.catalog.known_models import resolve_model
 from megatrain.catalog.parts import parse_drives
@@ -25,8 +27,10 @@ from megatrain.errors import UserError
 from megatrain.tierplan import command
 from megatrain.tierplan.advice import helps, remedies
 from megatrain.tierplan.forecast import Forecast
+from megatrain.tierplan.machine import machine
 from megatrain.tierplan.question import Question, ShortageError, forecast, sized, told
 from megatrain.tierplan.sweep import around, parse_range, sweep
+from megatrain.tierplan.tables import render
 from megatrain.tierplan.variants import fits, with_drives, with_host_memory
 from tiering.costs import step_io_bytes
 from tiering.hardware import assumed_hardware
@@ -56,12 +60,10 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def question(model: str, host_memory: int, drives: str = "(7.0,6.0)", **more: Any) -> Question:
-    """A question to a machine without a GPU."""
+    """A question to a machine without a GPU, unless `more` has one."""
     name, config = resolve_model(model)
-    settings = {"tokens": 2048, "seq_len": 1024, "micro_batch": 1, **more}
-    asked = Question(
-        model=name, config=config, host_memory=host_memory, hardware=assumed_hardware(), drives=(), **settings
-    )
+    settings = {"tokens": 2048, "seq_len": 1024, "micro_batch": 1, "hardware": assumed_hardware(), **more}
+    asked = Question(model=name, config=config, host_memory=host_memory, drives=(), **settings)
     return asked.with_drives(parse_drives(drives))
 
 
@@ -130,15 +132,12 @@ def test_the_loss_in_chunks_takes_18_bytes_a_logit_of_a_chunk() -> None:
     assert cut.units == whole.units and cut.compute[0] == whole.compute[0], (cut.compute, whole.compute)
 
 
-def test_a_question_in_bf16_moves_half_the_weights_to_the_device(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_in_bf16_moves_half_the_weights_to_the_device(invoke: Invoke) -> None:
     """P5: half of the bytes over the link, as many back (gradients are FP32), 2 bytes a parameter more on NVMe."""
-    monkeypatch.setattr("megatrain.training_plan._FASTER", 0.0)  # updates on the host, for both
     found = {}
     for precision in ("fp32", "bf16"):
-        options = f"{SMALL} --gpu rtx4090 --host-memory 4GiB --device-memory 2.5GiB --precision {precision} --json"
-        code, out, err = invoke(options)
+        options = f"{SMALL} --gpu rtx4090 --host-memory 4GiB --device-memory 2.5GiB --update-on host"
+        code, out, err = invoke(f"{options} --precision {precision} --json")
         assert code == 0, err
         found[precision] = json.loads(out)
     one, other = found["fp32"], found["bf16"]
@@ -148,6 +147,50 @@ def test_a_question_in_bf16_moves_half_the_weights_to_the_device(
         other["placement"]["HOST"]["weight_bf16"] + other["placement"]["NVME"]["weight_bf16"] >= 2 * one["parameters"]
     )
     assert any("BF16" in note for note in other["notes"]) and not any("BF16" in note for note in one["notes"])
+
+
+def test_the_place_of_updates_is_the_one_that_was_asked_for_or_the_faster_one(invoke: Invoke) -> None:
+    """P5: each place says the seconds of the other one, and so does the line that people read."""
+    from megatrain.sizes import format_seconds
+
+    there = machine(gpu="rtx4090", device_memory=3 * GiB, nvme=["(7.0,6.0)"], hardware_file=None)
+    asked = question("gpt2", 4 * GiB, device_memory=there.device_memory, hardware=there.hardware)
+    found = {on: forecast(replace(asked, update_on=on)).as_json() for on in ("auto", "host")}
+    seconds = {one["update_on"]: one["step_s"] for one in found.values()}
+    assert found["host"]["update_on"] == "host", seconds
+    other_s = {on: one["update_elsewhere_s"] for on, one in found.items()}
+    assert found["auto"]["step_s"] <= min(found["host"]["step_s"], other_s["auto"]), (seconds, other_s)
+    assert {found["auto"]["step_s"], other_s["auto"]} == {found["host"]["step_s"], other_s["host"]}, (seconds, other_s)
+    options = "--model gpt2 --host-memory 4GiB --nvme (7.0,6.0) --tokens 2048 --seq 1024 --micro-batch 1 --gpu rtx4090"
+    code, out, err = invoke(f"{options} --device-memory 3GiB --update-on host")
+    said = "Updates run on the host (--update-on host); with updates on the device a step is"
+    assert code == 0 and f"{said} {format_seconds(other_s['host'])}" in out, (out, err)
+
+
+def test_a_gpu_of_which_no_rate_of_updates_is_known_leaves_them_to_the_host() -> None:
+    """P5: and that is said."""
+    there = machine(gpu="rtx4090", device_memory=3 * GiB, nvme=["(7.0,6.0)"], hardware_file=None)
+    asked = question("smollm2-135m", 4 * GiB, device_memory=there.device_memory)
+    asked = replace(asked, hardware=replace(there.hardware, device_update=None))
+    found = forecast(asked)
+    said = Console(file=io.StringIO(), width=200)
+    render(found, said)
+    text = said.file.getvalue()  # type: ignore[attr-defined]
+    assert not found.updates_there
+    assert "Updates run on the host (auto); how fast the device updates is not known" in text, text
+
+
+def test_a_question_in_tf32_is_planned_at_the_rate_of_its_data_sheet(invoke: Invoke) -> None:
+    """P5, rule 9: the same bytes as in FP32; the source says which figure was taken. What is typed wins."""
+    card = {"gpu": "a100-80gb", "device_memory": None, "nvme": ["(7.0,6.0)"], "hardware_file": None}
+    asked: list[dict[str, Any]] = [{}, {"precision": "tf32"}, {"precision": "tf32", "gpu_flops": 9e13}]
+    rates = [machine(**card, **more).hardware.compute for more in asked]  # type: ignore[arg-type]
+    assert [rate.per_s for rate in rates] == pytest.approx([0.75 * 19.5e12, 0.75 * 156e12, 9e13]), rates
+    assert "156.0 TFLOP/s in TF32" in rates[1].how and rates[2].how == "given on the command line", rates
+    options = SMALL_GPU.replace("rtx4090", "a100-80gb")
+    code, out, err = invoke(f"{options} --update-on device --precision tf32")
+    assert code == 0 and "compute, TF32" in out and "compute, FP32" not in out, (out, err)
+    assert "117 TFLOP/s *" in out and "weight_bf16" not in out, out
 
 
 LOGITS_TOO_MANY = [
@@ -242,6 +285,10 @@ def test_a_refusal_names_the_least_memory() -> None:
         (f"{SMALL} --plot out.txt", "out.png"),
         (f"{SMALL} --plot out.png --sweep drives=1..4", "leave one of them out"),
         (f"{SMALL} --hardware /nowhere/h.json", "megatrain measure"),
+        (f"{SMALL} --update-on device", "Fix: --gpu rtx4090, or --update-on auto"),
+        (f"{SMALL} --precision tf32", "--precision fp32 or bf16"),
+        (f"{SMALL} --precision tf32 --gpu v100", "no rate of v100 in TF32 is known. Fix: --gpu-flops 1e14"),
+        (f"{SMALL} --gpu-flops 1e14", "Fix: --cpu-flops, or --gpu"),
         (f"run.yaml {SMALL}", "--model"),
         ("/nowhere/run.yaml", "no such run file"),
     ],

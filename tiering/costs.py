@@ -198,8 +198,8 @@ def h2d_bytes(
     *,
     update_there: bool = False,
 ) -> int:
-    """Bytes copied to the device in a step: weights for forward and for backward, and what forward left; both moments
-    where the device updates.
+    """Bytes copied to the device in a step without clipping: weights for forward and for backward, and what forward
+    left; both moments where the device updates, and the FP32 weight where computing has another copy.
 
     kept_bytes: of weights that stay on the device from forward to backward. activations: bytes of those that do not.
     number_bytes: of a weight that is computed with.
@@ -207,21 +207,29 @@ def h2d_bytes(
     >>> P = 7_000_000_000
     >>> h2d_bytes(P) // P, h2d_bytes(P, kept_bytes=4 * P) // P, h2d_bytes(P, update_there=True) // P
     (8, 4, 16)
-    >>> h2d_bytes(P, number_bytes=BF16) // P
-    4
+    >>> h2d_bytes(P, number_bytes=BF16) // P, h2d_bytes(P, number_bytes=BF16, update_there=True) // P
+    (4, 16)
     """
-    moments = (DURABLE_KINDS - 1) * FP32 * parameters if update_there else 0
-    return 2 * number_bytes * parameters - kept_bytes + activations + moments
+    kinds = DURABLE_KINDS - (number_bytes == FP32)
+    updated = kinds * FP32 * parameters if update_there else 0
+    return 2 * number_bytes * parameters - kept_bytes + activations + updated
 
 
-def d2h_bytes(parameters: int, activations: int = 0, *, update_there: bool = False) -> int:
+def d2h_bytes(parameters: int, activations: int = 0, number_bytes: int = FP32, *, update_there: bool = False) -> int:
     """Bytes copied from the device in a step without clipping: gradients for the update on the host, or what the device
-    has updated; and what forward leaves.
+    has updated, with the copy that it has made of a weight to compute with; and what forward leaves.
 
-    >>> d2h_bytes(7_000_000_000) / 1e9, d2h_bytes(7_000_000_000, update_there=True) / 1e9
-    (28.0, 84.0)
+    number_bytes: of a weight that is computed with.
+
+    >>> P = 7_000_000_000
+    >>> d2h_bytes(P) // P, d2h_bytes(P, update_there=True) // P
+    (4, 12)
+    >>> d2h_bytes(P, number_bytes=BF16) // P, d2h_bytes(P, number_bytes=BF16, update_there=True) // P
+    (4, 14)
     """
-    return (DURABLE_KINDS if update_there else 1) * FP32 * parameters + activations
+    copies = 0 if number_bytes == FP32 else number_bytes * parameters
+    updated = DURABLE_KINDS * FP32 * parameters + copies
+    return (updated if update_there else FP32 * parameters) + activations
 
 
 def io_seconds(

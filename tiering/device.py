@@ -113,8 +113,8 @@ class _Copies:
         return name
 
     def _copy(self, op: Op, host: str, device: str, lane: str) -> Op:
-        # By tiles what an update alone needs of HOST: gradients that wait for theirs are carried.
-        tiled = op.tiled or (self.update and self.workload.blocks[host].life == "carried")
+        # By tiles what an update alone needs of HOST: what computing leaves of carried blocks are gradients for it.
+        tiled = op.tiled or (self.update and lane == "d2h" and self.workload.blocks[host].life == "carried")
         if lane == "h2d":
             touches = (
                 Touch(block=host, reads=True, writes=False),

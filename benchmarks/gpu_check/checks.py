@@ -25,6 +25,7 @@ _TORCH = ("torch", "numpy")
 _LANES = (*_TORCH, "psutil")
 _DISK = (*_LANES, "pydantic", "xxhash")
 _RUN = (*_DISK, "zarr", "transformers", "safetensors", "tokenizers", "yaml", "rich")
+_COMPILED = (*_RUN, "triton")
 _TESTS = (*_RUN, "typer", "pytest", "pytest_timeout", "hypothesis")
 DEVICE = "device"
 
@@ -51,6 +52,7 @@ CHECKS = (
     _check("pcie-bound", "fraction of the limit where the link is", _RUN, 80, "fraction:pcie_bound"),
     _check("compute-bound", "fraction of the limit where computing is", _RUN, 80, "fraction:compute_bound"),
     _check("gds", "kvikio: host and GPU memory, and the path that the bytes took", _DISK, 40, "storage:storage"),
+    _check("compiled", "compiled layers equal the compiled plain loop bit for bit", _COMPILED, 90, "runs:compiled"),
     _check("tests", "the tests marked gpu", _TESTS, 180, "marked:marked"),
 )
 BY_NAME = {check.name: check for check in CHECKS}

@@ -1,9 +1,10 @@
 """Whole runs: equal bits with the plain loop, memory within the plan, models larger than what they are given.
 
-Scope: three checks over `megatrain verify` and the trainer's own engine.
+Scope: four checks over `megatrain verify` and the trainer's own engine.
 Not here: rates and fractions of a limit (`rates.py`, `fraction.py`), the tests marked gpu (`marked.py`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,35 +29,61 @@ CLIP = 0.5
 ROOMY_HOST_BYTES, SMALL_HOST_BYTES = 2048 * MiB, 160 * MiB
 UPDATED_THERE = 2
 """Models whose updates are made on the device too."""
+Case = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""A model, and what its run changes."""
 LEAST_LEFT_S = 15.0
 """A comparison is not begun with less time than this."""
 
 
 def bitwise(rig: Rig) -> dict[str, Any]:
     """Every model of the tests against the plain loop on the same device: without clipping and whole, with clipping in
-    four micro-batches; a model with tied weights in one. Updates by the CPU, and of the first models by the device too.
+    four micro-batches; a model with tied weights in one. Updates by the CPU, and of the first models by the device too,
+    in FP32 and with BF16 copies.
     """
     models, tied = tested_models()
+    clips, some = (None, CLIP), list(models)[:UPDATED_THERE]
+    cases = [(name, clip, "host", "fp32") for clip in clips for name in models]
+    cases += [(name, clip, "device", "fp32") for clip in clips for name in some]
+    cases += [(name, None, "device", "bf16") for name in some]
+    asked: dict[str, Case] = {}
+    for name, clip, place, precision in cases:
+        micro_batch = 1 if clip is not None and name not in tied else 4
+        mode = "fused" if clip is None else "clipped"
+        told = f"{name}, {mode}, {4 // micro_batch} micro-batches, updates on the {place}"
+        changes = {"train.max_grad_norm": clip, "train.micro_batch": micro_batch, "train.update_on": place}
+        changes |= {"train.precision": precision}
+        asked[told if precision == "fp32" else f"{told}, {precision}"] = models[name], {**TIGHT, **changes}
+    return _compared(rig, asked)
+
+
+def compiled(rig: Rig) -> dict[str, Any]:
+    """Compiled layers against a plain loop whose layers are compiled, and computed again in backward: updates by the
+    CPU and by the device.
+    """
+    models, _ = tested_models()
+    model = {**models["llama"], "num_hidden_layers": 2}
+    asked: dict[str, Case] = {}
+    for place in ("host", "device"):
+        changes = {"train.compile": True, "train.micro_batch": 2, "train.max_grad_norm": CLIP, "train.update_on": place}
+        asked[f"llama, compiled, updates on the {place}"] = model, {**TIGHT, **changes}
+    return _compared(rig, asked)
+
+
+def _compared(rig: Rig, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """Each as `megatrain verify` finds it, as far as there is time."""
     same: list[str] = []
     wrong: dict[str, Any] = {}
     left_out: list[str] = []
-    clips, some = (None, CLIP), list(models)[:UPDATED_THERE]
-    cases = [(name, clip, "host") for clip in clips for name in models]
-    cases += [(name, clip, "device") for clip in clips for name in some]
-    for name, clip, place in cases:
-        micro_batch = 1 if clip is not None and name not in tied else 4
-        mode = "fused" if clip is None else "clipped"
-        case = f"{name}, {mode}, {4 // micro_batch} micro-batches, updates on the {place}"
+    for number, (told, (model, changes)) in enumerate(cases.items()):
         if rig.left_s() < LEAST_LEFT_S:
-            left_out.append(case)
+            left_out.append(told)
             continue
-        changes = {**TIGHT, "train.max_grad_norm": clip, "train.micro_batch": micro_batch, "train.update_on": place}
-        result = verify(run_of(rig, f"{name}-{micro_batch}-{clip}-{place}", models[name], changes), STEPS, QUIET)
+        result = verify(run_of(rig, f"case-{number}", model, changes), STEPS, QUIET)
         if result["identical"]:
-            same.append(case)
+            same.append(told)
         else:
-            wrong[case] = {key: result[key] for key in ("losses", "plain_losses", "max_abs_diff", "differing")}
-            wrong[case]["differing"] = wrong[case]["differing"][:8]
+            wrong[told] = {key: result[key] for key in ("losses", "plain_losses", "max_abs_diff", "differing")}
+            wrong[told]["differing"] = wrong[told]["differing"][:8]
     ok = False if wrong else None if left_out else True
     return {
         "ok": ok,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSheet:
     """memory: GiB. fp32: TFLOP/s of the plain FP32 units, no tensor cores, no sparsity. bandwidth: GB/s of its memory.
+    tf32: TFLOP/s of its tensor cores in TF32, no sparsity (0 too where torch does not take them unless the environment
+    says so: AMD).
 
     pcie, lanes: generation and width of its link. link: GB/s each way where it is none of PCIe's.
     """
@@ -17,6 +19,7 @@ class GpuSheet:
     memory: float
     fp32: float
     bandwidth: float
+    tf32: float = 0.0
     pcie: int = 4
     lanes: int = 16
     link: float = 0.0
@@ -41,29 +44,29 @@ GPUS: dict[str, GpuSheet] = {
     "v100-32gb": GpuSheet(memory=32, fp32=15.7, bandwidth=900, pcie=3),
     "rtx2080ti": GpuSheet(memory=11, fp32=13.4, bandwidth=616, pcie=3),
     "rtx3060-12gb": GpuSheet(memory=12, fp32=12.7, bandwidth=360),
-    "rtx3080-10gb": GpuSheet(memory=10, fp32=29.8, bandwidth=760),
-    "rtx3090": GpuSheet(memory=24, fp32=35.6, bandwidth=936),
-    "rtx4060ti-16gb": GpuSheet(memory=16, fp32=22.1, bandwidth=288, lanes=8),
-    "rtx4070": GpuSheet(memory=12, fp32=29.1, bandwidth=504),
-    "rtx4080": GpuSheet(memory=16, fp32=48.7, bandwidth=717),
-    "rtx4090": GpuSheet(memory=24, fp32=82.6, bandwidth=1008),
-    "rtx5070ti": GpuSheet(memory=16, fp32=43.9, bandwidth=896, pcie=5),
-    "rtx5080": GpuSheet(memory=16, fp32=56.3, bandwidth=960, pcie=5),
-    "rtx5090": GpuSheet(memory=32, fp32=104.8, bandwidth=1792, pcie=5),
-    "rtxa6000": GpuSheet(memory=48, fp32=38.7, bandwidth=768),
-    "rtx6000-ada": GpuSheet(memory=48, fp32=91.1, bandwidth=960),
+    "rtx3080-10gb": GpuSheet(memory=10, fp32=29.8, bandwidth=760, tf32=29.8),
+    "rtx3090": GpuSheet(memory=24, fp32=35.6, bandwidth=936, tf32=35.6),
+    "rtx4060ti-16gb": GpuSheet(memory=16, fp32=22.1, bandwidth=288, tf32=22.1, lanes=8),
+    "rtx4070": GpuSheet(memory=12, fp32=29.1, bandwidth=504, tf32=29.1),
+    "rtx4080": GpuSheet(memory=16, fp32=48.7, bandwidth=717, tf32=48.7),
+    "rtx4090": GpuSheet(memory=24, fp32=82.6, bandwidth=1008, tf32=82.6),
+    "rtx5070ti": GpuSheet(memory=16, fp32=43.9, bandwidth=896, tf32=43.9, pcie=5),
+    "rtx5080": GpuSheet(memory=16, fp32=56.3, bandwidth=960, tf32=56.3, pcie=5),
+    "rtx5090": GpuSheet(memory=32, fp32=104.8, bandwidth=1792, tf32=104.8, pcie=5),
+    "rtxa6000": GpuSheet(memory=48, fp32=38.7, bandwidth=768, tf32=77.4),
+    "rtx6000-ada": GpuSheet(memory=48, fp32=91.1, bandwidth=960, tf32=182.1),
     "rtxpro6000": GpuSheet(memory=96, fp32=125.0, bandwidth=1792, pcie=5),
-    "a10": GpuSheet(memory=24, fp32=31.2, bandwidth=600),
-    "a40": GpuSheet(memory=48, fp32=37.4, bandwidth=696),
-    "l4": GpuSheet(memory=24, fp32=30.3, bandwidth=300),
-    "l40s": GpuSheet(memory=48, fp32=91.6, bandwidth=864),
-    "a100-40gb": GpuSheet(memory=40, fp32=19.5, bandwidth=1555),
-    "a100-80gb": GpuSheet(memory=80, fp32=19.5, bandwidth=2039),
-    "h100-pcie": GpuSheet(memory=80, fp32=51.0, bandwidth=2000, pcie=5),
-    "h100-sxm": GpuSheet(memory=80, fp32=67.0, bandwidth=3350, pcie=5),
-    "h200": GpuSheet(memory=140, fp32=67.0, bandwidth=4800, pcie=5),
-    "b200": GpuSheet(memory=179, fp32=75.0, bandwidth=8000, pcie=5),
-    "gh200-96gb": GpuSheet(memory=96, fp32=67.0, bandwidth=4000, link=450),
+    "a10": GpuSheet(memory=24, fp32=31.2, bandwidth=600, tf32=62.5),
+    "a40": GpuSheet(memory=48, fp32=37.4, bandwidth=696, tf32=74.8),
+    "l4": GpuSheet(memory=24, fp32=30.3, bandwidth=300, tf32=60.0),
+    "l40s": GpuSheet(memory=48, fp32=91.6, bandwidth=864, tf32=183.0),
+    "a100-40gb": GpuSheet(memory=40, fp32=19.5, bandwidth=1555, tf32=156.0),
+    "a100-80gb": GpuSheet(memory=80, fp32=19.5, bandwidth=2039, tf32=156.0),
+    "h100-pcie": GpuSheet(memory=80, fp32=51.0, bandwidth=2000, tf32=378.0, pcie=5),
+    "h100-sxm": GpuSheet(memory=80, fp32=67.0, bandwidth=3350, tf32=494.5, pcie=5),
+    "h200": GpuSheet(memory=140, fp32=67.0, bandwidth=4800, tf32=494.5, pcie=5),
+    "b200": GpuSheet(memory=179, fp32=75.0, bandwidth=8000, tf32=1125.0, pcie=5),
+    "gh200-96gb": GpuSheet(memory=96, fp32=67.0, bandwidth=4000, tf32=494.5, link=450),
     "mi210": GpuSheet(memory=64, fp32=22.6, bandwidth=1638),
     "mi300x": GpuSheet(memory=192, fp32=163.4, bandwidth=5300, pcie=5),
 }

@@ -17,7 +17,7 @@ from tiering.hardware import Drive, Rate
 
 GB, TB = 10**9, 10**12
 COMPUTE_SHARE = 0.75
-"""Assumed: of a GPU's FP32 peak, what matrix products of a training step reach."""
+"""Assumed: of a GPU's peak in FP32 or TF32, what matrix products of a training step reach."""
 BANDWIDTH_SHARE = 0.85
 """Assumed: of a GPU's memory bandwidth, what a copy or an update reaches."""
 LINK_SHARE = 0.80
@@ -35,8 +35,8 @@ EXAMPLE = "'4x(7.0,6.0)' is four drives of 7.0 GB/s read and 6.0 GB/s write; '2x
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """compute: FLOP/s in FP32. bandwidth: bytes/s of its own memory. h2d, d2h: bytes/s of copies, each way alone.
-    update: bytes/s of all operands of an update.
+    """compute: FLOP/s in FP32. tf32: in TF32; None where its sheet gives none. bandwidth: bytes/s of its own memory.
+    h2d, d2h: bytes/s of copies, each way alone. update: bytes/s of all operands of an update.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Gpu:
     h2d: Rate
     d2h: Rate
     update: Rate
+    tf32: Rate | None = None
 
 
 def find_gpu(text: str) -> Gpu:
@@ -69,6 +70,7 @@ def find_gpu(text: str) -> Gpu:
         h2d=copies,
         d2h=copies,
         update=update,
+        tf32=_share(sheet.tf32 * 1e12, COMPUTE_SHARE, f"{SHEET}: {sheet.tf32} TFLOP/s in TF32") if sheet.tf32 else None,
     )
 
 

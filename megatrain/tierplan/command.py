@@ -8,7 +8,7 @@ Not here: the question and its answer (`question.py`), the machine (`machine.py`
 import gc
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from megatrain.catalog.family_keys import DEFAULTS
 from megatrain.catalog.known_models import resolve_model
+from megatrain.config import Precision
 from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_app, size_option, stdout_kept
 from megatrain.errors import UserError
 from megatrain.sizes import format_count, format_size, parse_count
@@ -28,6 +29,7 @@ from megatrain.tierplan.question import DEFAULT_SEQ, Question, ShortageError, Si
 from megatrain.tierplan.sweep import Sweep, around, parse_range
 from megatrain.tierplan.sweep import sweep as sweep_range
 from megatrain.tierplan.tables import render
+from megatrain.training_plan import UpdateOn
 
 DEFAULT_TOKENS = 65_536
 EPILOG = "Example: tierplan --model llama-3-70b --host-memory 128GiB --gpu rtx4090 --nvme '4x(7.0,6.0)' --tokens 32768"
@@ -54,12 +56,16 @@ _LossChunk = Annotated[
     str | None, typer.Option(metavar="N", help="Tokens whose logits exist at a time; default: a micro-batch.")
 ]
 _Precision = Annotated[
-    Literal["fp32", "bf16"] | None, typer.Option(help="What units compute in, on FP32 masters; default: fp32.")
+    Precision | None, typer.Option(help="What units compute in, on FP32 masters; default: fp32. tf32: GPU only.")
 ]
+_UpdateOn = Annotated[UpdateOn | None, typer.Option(help="Where AdamW runs beside a GPU; default: auto, the faster.")]
 _Seq = Annotated[int | None, typer.Option(min=2, help=f"Tokens a sequence; default: {DEFAULT_SEQ}.")]
 _Clip = Annotated[bool, typer.Option(help="Clip the gradient norm, which defers updates.")]
 _Hardware = Annotated[Path | None, typer.Option(metavar="FILE", help="Rates found by `megatrain measure`.")]
 _CpuFlops = Annotated[float | None, typer.Option(min=1.0, help="FLOP/s of the CPU in FP32, such as 1.5e12.")]
+_GpuFlops = Annotated[
+    float | None, typer.Option(min=1.0, help="FLOP/s of the GPU in --precision, instead of the data sheet's.")
+]
 _Total = Annotated[str | None, typer.Option(metavar="N", help="Of the whole training, such as 15T.")]
 _Sweep = Annotated[str | None, typer.Option(metavar="AXIS=A..B", help="Such as host-memory=32GiB..512GiB.")]
 _Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw step time against RAM.")]
@@ -80,11 +86,13 @@ class _Asked:
     tokens: str | None
     micro_batch: int | None
     loss_chunk: str | None
-    precision: Literal["fp32", "bf16"] | None
+    precision: Precision | None
+    update_on: UpdateOn | None
     seq: int | None
     clip: bool
     hardware: Path | None
     cpu_flops: float | None
+    gpu_flops: float | None
     total_tokens: str | None
     sweep: str | None
     plot: Path | None
@@ -107,10 +115,12 @@ def tierplan(
     micro_batch: _MicroBatch = None,
     loss_chunk: _LossChunk = None,
     precision: _Precision = None,
+    update_on: _UpdateOn = None,
     seq: _Seq = None,
     clip: _Clip = False,
     hardware: _Hardware = None,
     cpu_flops: _CpuFlops = None,
+    gpu_flops: _GpuFlops = None,
     total_tokens: _Total = None,
     sweep: _Sweep = None,
     plot: _Plot = None,
@@ -124,7 +134,8 @@ def tierplan(
     asked = _Asked(
         model=model, host_memory=host_memory, device_memory=device_memory, gpu=gpu, nvme=nvme, tokens=tokens,
         micro_batch=micro_batch, loss_chunk=loss_chunk, seq=seq, clip=clip, hardware=hardware, cpu_flops=cpu_flops,
-        total_tokens=total_tokens, sweep=sweep, plot=plot, precision=precision,
+        total_tokens=total_tokens, sweep=sweep, plot=plot, precision=precision, update_on=update_on,
+        gpu_flops=gpu_flops,
     )  # fmt: skip
     with reported(debug):
         if list_models or list_gpus or list_drives:
@@ -167,6 +178,9 @@ def _question(asked: _Asked) -> tuple[Question, Machine]:
         nvme=asked.nvme or (),
         hardware_file=asked.hardware,
         cpu_flops=asked.cpu_flops,
+        gpu_flops=asked.gpu_flops,
+        precision=asked.precision or "fp32",
+        update_on=asked.update_on or "auto",
     )
     name, config = resolve_model(asked.model)
     notes, seq = [], asked.seq
@@ -184,7 +198,8 @@ def _question(asked: _Asked) -> tuple[Question, Machine]:
         seq_len=seq,
         micro_batch=asked.micro_batch,
         loss_chunk=None if asked.loss_chunk is None else _count("--loss-chunk", asked.loss_chunk),
-        bf16=asked.precision == "bf16",
+        precision=asked.precision or "fp32",
+        update_on=asked.update_on or "auto",
         host_memory=_host_memory(asked.host_memory, where),
         device_memory=where.device_memory,
         hardware=where.hardware,
@@ -312,10 +327,11 @@ def _gpus() -> Table:
     from megatrain.catalog.part_tables import GPUS
     from megatrain.catalog.parts import find_gpu
 
-    table = _list("Known GPUs (assumed, from data sheets)", "name", "memory", "FP32 TFLOP/s", "GB/s each way")
+    table = _list("Known GPUs (assumed, from data sheets)", "name", "memory", "FP32 TFLOP/s", "TF32", "GB/s each way")
     for name in GPUS:
         card = find_gpu(name)
-        figures = (f"{card.compute.per_s / 1e12:.1f}", f"{card.h2d.per_s / 1e9:.1f}")
+        tf32 = f"{card.tf32.per_s / 1e12:.1f}" if card.tf32 is not None else "-"
+        figures = (f"{card.compute.per_s / 1e12:.1f}", tf32, f"{card.h2d.per_s / 1e9:.1f}")
         table.add_row(name, format_size(card.memory_bytes), *figures)
     return table
 

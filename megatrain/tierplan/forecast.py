@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.programs import ACTIVATION, KINDS, WEIGHT_BF16
+from megatrain.training_plan import UpdateOn
 from tiering.device import NEAR, updates_there
 from tiering.hardware import RATE_UNITS, Drive, Hardware
 from tiering.plan import Line, Plan
@@ -62,10 +63,21 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """A step whose updates run in the other place, host or device. asked: which place was asked for. step_s: None where
+    that does not fit, or where nobody knows how fast the device updates.
+    """
+
+    asked: UpdateOn
+    step_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """A training that fits, and what a step of it will be. `tokens`: of a step. flops: of a step, as computed (with the
     forward that backward runs again). device: None where the CPU computes. loss_chunk: tokens of a micro-batch whose
     logits exist at a time (None: all). precision: what forward and backward compute in, as in a run file.
+    elsewhere: None where the CPU computes, and where that was not weighed.
     """
 
     model: str
@@ -85,6 +97,7 @@ class Forecast:
     total_tokens: int | None = None
     loss_chunk: int | None = None
     precision: str = "fp32"
+    elsewhere: Elsewhere | None = None
 
     @property
     def step_s(self) -> float:
@@ -257,8 +270,9 @@ class Forecast:
         compute. placement: bytes by tier and kind. step_s: simulated; limit_s: the busiest resource alone; serial_s:
         one thing after the other; busy_s: by resource; io_s, compute_s: two of them. read, written, h2d, d2h: a step's
         bytes on each link. flops_per_s: with the forward that backward runs again; model_flops_per_s: 6 a parameter
-        and token. disk_bytes: both slots and what is spilled. commit_bytes: on top of a step that commits. drives:
-        each with its life in days of steps without a pause.
+        and token. update_elsewhere_s: a step with updates in the place that `update_on` is not. disk_bytes: both slots
+        and what is spilled. commit_bytes: on top of a step that commits. drives: each with its life in days of steps
+        without a pause.
         """
         memory = self.device or self.host
         return {
@@ -285,6 +299,7 @@ class Forecast:
             **self._step_json(),
             "update": "deferred" if self.deferred else "fused",
             "update_on": "device" if self.updates_there else "host",
+            "update_elsewhere_s": None if self.elsewhere is None else self.elsewhere.step_s,
             "late_updates": self.late_share(),
             "lookahead": self.plan.knobs.lookahead,
             "lag": self.plan.knobs.lag,

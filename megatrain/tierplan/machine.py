@@ -1,6 +1,7 @@
 """The machine of a question, from what was typed and what was measured: rates, drives, memory of the device.
 
-Scope: `--gpu`, `--device-memory`, `--nvme`, `--hardware`, `--cpu-flops` to a `Hardware` with a source for every rate.
+Scope: `--gpu`, `--gpu-flops`, `--device-memory`, `--nvme`, `--hardware`, `--cpu-flops`, and of `--precision` and
+`--update-on` what they ask of a machine, to a `Hardware` with a source for every rate.
 Not here: the tables of parts (`megatrain/catalog/parts.py`), the file of measured rates (`tiering/hardware_file.py`),
 the options themselves (`command.py`).
 """
@@ -10,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.catalog.parts import assumed_update, find_gpu, parse_drives
+from megatrain.config import Precision
 from megatrain.errors import UserError
 from megatrain.sizes import format_size
+from megatrain.training_plan import UpdateOn
 from tiering.hardware import Drive, Hardware, Rate, all_drives, assumed_hardware
 from tiering.hardware_file import HardwareFile, load
 
@@ -38,17 +41,28 @@ def machine(
     nvme: Sequence[str],
     hardware_file: Path | None,
     cpu_flops: float | None = None,
+    gpu_flops: float | None = None,
+    precision: Precision = "fp32",
+    update_on: UpdateOn = "auto",
 ) -> Machine:
     """What is typed wins over what the file says. Raises UserError, or `HardwareFileError` for a file of no use."""
     file = None if hardware_file is None else load(hardware_file)
+    on_cpu = gpu is None and device_memory is None
+    if on_cpu:
+        _refuse_without_gpu(gpu_flops, precision, update_on)
     drives = _drives(nvme, file)
     read, write, mixed = all_drives(drives)
-    if gpu is None and device_memory is None:
+    if on_cpu:
         base, title = _on_cpu(file, cpu_flops)
     else:
         if cpu_flops is not None:
             raise UserError("--cpu-flops: the GPU computes here. Fix: leave --cpu-flops out, or --gpu")
-        base, title, card_memory = _on_gpu(gpu, file)
+        base, title, card_memory = _on_gpu(gpu, file, gpu_flops, precision)
+        if update_on == "device" and base.device_update is None:
+            raise UserError(
+                f"--update-on device: {hardware_file} does not say how fast the GPU updates. Fix: measure again "
+                "(megatrain measure), or --gpu"
+            )
         device_memory = card_memory if device_memory is None else device_memory
         title = f"{title} with {format_size(device_memory)}"
     return Machine(
@@ -84,16 +98,48 @@ def _host(file: HardwareFile | None) -> Hardware:
     return replace(desktop, compute=replace(desktop.compute, how=how), update=assumed_update())
 
 
-def _on_gpu(gpu: str | None, file: HardwareFile | None) -> tuple[Hardware, str, int]:
+def _refuse_without_gpu(gpu_flops: float | None, precision: Precision, update_on: UpdateOn) -> None:
+    """Raises UserError for what only a GPU can."""
+    if gpu_flops is not None:
+        raise UserError("--gpu-flops: the CPU computes here. Fix: --cpu-flops, or --gpu")
+    if precision == "tf32":
+        raise UserError(
+            "--precision tf32: a mode of the matrix units of a GPU, and the CPU computes here. "
+            "Fix: --gpu a100-80gb, or --precision fp32 or bf16"
+        )
+    if update_on == "device":
+        raise UserError("--update-on device: the CPU computes here. Fix: --gpu rtx4090, or --update-on auto")
+
+
+def _computing(fp32: Rate, tf32: Rate | None, name: str, gpu_flops: float | None, precision: Precision) -> Rate:
+    """The rate of a GPU that is called `name` in `precision`. Raises UserError where nobody knows it."""
+    if gpu_flops is not None:
+        return Rate(per_s=gpu_flops, source="assumed", how="given on the command line")
+    if precision != "tf32":
+        return fp32
+    if tf32 is None:
+        raise UserError(
+            f"--precision tf32: no rate of {name} in TF32 is known. Fix: --gpu-flops 1e14 (what its matrix products "
+            "reach in TF32, in FLOP/s), or --precision fp32"
+        )
+    return tf32
+
+
+def _on_gpu(
+    gpu: str | None, file: HardwareFile | None, gpu_flops: float | None, precision: Precision
+) -> tuple[Hardware, str, int]:
     """Rates, name and memory of the card; updates run on the host's cores or on it."""
     if gpu is None:
         if file is None or file.device is None:
             raise UserError("--device-memory alone says nothing of the card's speed. Fix: --gpu rtx4090 beside it")
-        return file.hardware(on_device=True), file.device.name, file.device.memory_bytes
+        found, name = file.hardware(on_device=True), file.device.name  # measured in FP32
+        found = replace(found, compute=_computing(found.compute, None, name, gpu_flops, precision))
+        return found, name, file.device.memory_bytes
     card = find_gpu(gpu)
     host = _host(file)
+    compute = _computing(card.compute, card.tf32, card.name, gpu_flops, precision)
     # What I/O takes from computing was measured on the cores that it shares; a card has its own.
-    base = replace(host, compute=card.compute, h2d=card.h2d, d2h=card.d2h, update_beside_compute=True, io_steals=0.0)
+    base = replace(host, compute=compute, h2d=card.h2d, d2h=card.d2h, update_beside_compute=True, io_steals=0.0)
     base = replace(base, device_update=card.update)
     return base, card.name, card.memory_bytes
 

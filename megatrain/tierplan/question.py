@@ -16,11 +16,12 @@ from megatrain.catalog.estimate import estimate
 from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
 from megatrain.catalog.unit_cost import UnitCost
 from megatrain.chunks import chunk_length
+from megatrain.config import Precision
 from megatrain.errors import UserError
 from megatrain.programs import UnitSize, training_workload
 from megatrain.sizes import format_rate, format_size
-from megatrain.tierplan.forecast import Assumption, Forecast, Memory
-from megatrain.training_plan import Limits, plan_training
+from megatrain.tierplan.forecast import Assumption, Elsewhere, Forecast, Memory
+from megatrain.training_plan import Choice, Limits, UpdateOn, plan_training, weigh_places
 from megatrain.workspace import (
     CUDA_LIBRARIES,
     DEVICE_CONTEXT,
@@ -36,8 +37,8 @@ from tiering.workload import Tier, Workload
 
 DEFAULT_SEQ = 2048
 BF16_NOTE = (
-    "computing in BF16 was planned at the rate that is given for FP32, and with the workspace of FP32: a step is no "
-    "slower and takes no more"
+    "computing in BF16 was planned at the rate of FP32 unless one was given (--gpu-flops), and with the workspace of "
+    "FP32: a step is no slower and takes no more"
 )
 
 
@@ -45,8 +46,8 @@ BF16_NOTE = (
 class Question:
     """What is to be trained, how, on what. tokens: of a step. host_memory, device_memory: bytes in all, from which the
     libraries take theirs (device_memory None: the CPU computes). micro_batch: sequences (None: to be chosen).
-    loss_chunk: tokens of a micro-batch whose logits exist at a time (None: all). bf16: units compute with BF16 copies
-    of the weights.
+    loss_chunk: tokens of a micro-batch whose logits exist at a time (None: all). precision, update_on: as in a run
+    file.
     """
 
     model: str
@@ -59,7 +60,8 @@ class Question:
     device_memory: int | None = None
     micro_batch: int | None = None
     loss_chunk: int | None = None
-    bf16: bool = False
+    precision: Precision = "fp32"
+    update_on: UpdateOn = "auto"
     deferred: bool = False
     resident: float | None = None
     total_tokens: int | None = None
@@ -69,6 +71,11 @@ class Question:
     def rows(self) -> int:
         """Sequences of a step."""
         return self.tokens // self.seq_len
+
+    @property
+    def bf16(self) -> bool:
+        """True where units compute with BF16 copies of the weights."""
+        return self.precision == "bf16"
 
     def with_drives(self, drives: Sequence[Drive]) -> "Question":
         """The same question with these drives behind the NVME tier."""
@@ -132,17 +139,35 @@ class Sized:
     def workload(self) -> Workload:
         return training_workload(self.units, deferred=self.question.deferred, bf16=self.question.bf16)
 
-    def plan(self, candidates: Sequence[Knobs] | None = None) -> Plan:
-        """The planner's answer. Raises `ShortageError`."""
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            host_bytes=self.host_budget,
+            resident=self.question.resident,
+            device_bytes=self.device_budget,
+            update_on=self.question.update_on,
+        )
+
+    def plan(self, candidates: Sequence[Knobs]) -> Plan:
+        """The planner's answer with one of these knobs. Raises `ShortageError`."""
+        asked = self.question
         try:
             return plan_training(
                 self.units,
-                self.question.hardware,
-                Limits(host_bytes=self.host_budget, resident=self.question.resident, device_bytes=self.device_budget),
-                deferred=self.question.deferred,
-                bf16=self.question.bf16,
+                asked.hardware,
+                self.limits,
+                deferred=asked.deferred,
+                bf16=asked.bf16,
                 candidates=candidates,
             )
+        except ShortError as error:
+            raise self._shortage(error) from None
+
+    def choice(self) -> Choice:
+        """The planner's own answer, and what it says of updates in the other place. Raises `ShortageError`."""
+        asked = self.question
+        try:
+            return weigh_places(self.units, asked.hardware, self.limits, deferred=asked.deferred, bf16=asked.bf16)
         except ShortError as error:
             raise self._shortage(error) from None
 
@@ -205,11 +230,15 @@ def forecast(question: Question, candidates: Sequence[Knobs] | None = None) -> F
 def told(ready: Sized, candidates: Sequence[Knobs] | None = None) -> Forecast:
     """As `forecast`, for a question that is sized. candidates: knobs to try instead of the planner's own."""
     question = ready.question
-    return from_plan(ready, ready.plan(candidates), question.hardware, question.drives)
+    if candidates is not None:
+        return from_plan(ready, ready.plan(candidates), question.hardware, question.drives)
+    found = ready.choice()
+    elsewhere = Elsewhere(asked=question.update_on, step_s=found.other_s) if ready.on_device else None
+    return replace(from_plan(ready, found.plan, question.hardware, question.drives), elsewhere=elsewhere)
 
 
 def from_plan(ready: Sized, plan: Plan, hardware: Hardware, drives: tuple[Drive, ...]) -> Forecast:
-    """The forecast of a plan for a question that is sized."""
+    """The forecast of a plan for a question that is sized; what updates in another place would be is not known."""
     question = ready.question
     facts = _facts(json.dumps(dict(question.config), sort_keys=True, default=str))
     device = None
@@ -237,7 +266,7 @@ def from_plan(ready: Sized, plan: Plan, hardware: Hardware, drives: tuple[Drive,
         micro_batch=ready.micro_batch,
         seq_len=question.seq_len,
         loss_chunk=question.loss_chunk,
-        precision="bf16" if question.bf16 else "fp32",
+        precision=question.precision,
         deferred=question.deferred,
         plan=plan,
         hardware=hardware,

@@ -14,7 +14,7 @@ from rich.table import Table
 from megatrain.programs import WEIGHT_BF16
 from megatrain.sizes import format_count, format_rate, format_seconds, format_size
 from megatrain.tierplan.advice import Help
-from megatrain.tierplan.forecast import DAY_S, MODEL_FLOPS, RECOMPUTED_FLOPS, Assumption, Forecast, Memory
+from megatrain.tierplan.forecast import DAY_S, MODEL_FLOPS, RECOMPUTED_FLOPS, Elsewhere, Forecast, Memory
 
 YEAR_DAYS = 365.25
 
@@ -35,7 +35,7 @@ def render(forecast: Forecast, console: Console, helps: Sequence[Help] | None = 
     for note in forecast.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     if forecast.assumptions:
-        console.print(_assumptions(forecast.assumptions))
+        console.print(_assumptions(forecast))
 
 
 def _headline(forecast: Forecast) -> str:
@@ -148,6 +148,8 @@ def _step_lines(forecast: Forecast) -> Iterator[str]:
         f"{_update_mode(forecast)}, lookahead {knobs.lookahead} ops, {knobs.ring} "
         f"tiles of {format_size(knobs.tile_bytes)}"
     )
+    if forecast.elsewhere is not None:
+        yield _place_line(forecast, forecast.elsewhere)
     hidden = forecast.tokens_to_hide_io()
     hidden = None if hidden is None else math.ceil(hidden)
     if hidden is None:
@@ -158,6 +160,19 @@ def _step_lines(forecast: Forecast) -> Iterator[str]:
         yield f"Computing takes as long as all I/O from about {format_count(hidden)} tokens a step: here it does"
     if forecast.total_tokens is not None and forecast.total_s is not None:
         yield f"{format_count(forecast.total_tokens)} tokens take {_days(forecast.total_s / DAY_S)}"
+
+
+def _place_line(forecast: Forecast, elsewhere: Elsewhere) -> str:
+    """Where updates run, and why: by the seconds of the other place, or because it is none."""
+    here, other = ("device", "host") if forecast.updates_there else ("host", "device")
+    where = f"Updates run on the {here} ({'auto' if elsewhere.asked == 'auto' else f'--update-on {elsewhere.asked}'})"
+    if elsewhere.step_s is not None:
+        tie = ", which is a tie, and that is the host's"
+        is_tie = elsewhere.asked == "auto" and elsewhere.step_s <= forecast.step_s
+        why = f"with updates on the {other} a step is {format_seconds(elsewhere.step_s)}"
+        return f"{where}; {why}{tie if is_tie else ''}"
+    unknown = forecast.hardware.device_update is None
+    return f"{where}; {'how fast the device updates is not known' if unknown else f'on the {other} it does not fit'}"
 
 
 def _disk_lines(forecast: Forecast) -> Iterator[str]:
@@ -198,11 +213,12 @@ def _helps(forecast: Forecast, helps: Sequence[Help]) -> Table:
     return table
 
 
-def _assumptions(assumptions: Sequence[Assumption]) -> Table:
+def _assumptions(forecast: Forecast) -> Table:
     table = Table("figure", "value", "source", title="Assumed, not measured (*)", box=SIMPLE_HEAD, pad_edge=False)
     table.title_justify, table.title_style = "left", "yellow"
-    for assumption in assumptions:
-        table.add_row(RATE_NAMES.get(assumption.what, assumption.what), assumption.value, assumption.source)
+    names = RATE_NAMES | ({"compute": "compute, TF32"} if forecast.precision == "tf32" else {})
+    for assumption in forecast.assumptions:
+        table.add_row(names.get(assumption.what, assumption.what), assumption.value, assumption.source)
     return table
 
 
