@@ -9,7 +9,9 @@ deterministic form raises, with its name. Sources: torch's notes on reproducibil
 keeps to one order only where operators without one raise (`warn_only=False`); cuBLAS, "Results reproducibility".
 
 A CPU needs them too: there the backward of an index (`x[i]`, which experts are routed with) adds with atomics from
-32,768 elements on, in the order in which its threads come by (`IndexKernel.cpp`).
+32,768 elements on, in the order in which its threads come by (`IndexKernel.cpp`). All else is left as torch has it, so
+that a plain loop elsewhere comes to the same bits. Setting the number of threads, even to what it is, would not do:
+MKL may then no longer choose it (`mkl_set_dynamic`), and attention's backward adds up in another way.
 """
 
 import os
@@ -40,7 +42,6 @@ def compute_repeatably() -> None:
         return
     torch.set_float32_matmul_precision("highest")  # lower ones let oneDNN round to BF16
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.set_num_threads(torch.get_num_threads())  # MKL then keeps to it (`mkl_set_dynamic`), as equal sums ask for
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
 
 

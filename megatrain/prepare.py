@@ -30,7 +30,8 @@ from megatrain.precision import compute_dtype, set_dtype
 from megatrain.profile import profile
 from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
-from megatrain.timing import REPEATS, UnitTime, time_units
+from megatrain.sizes import format_seconds
+from megatrain.timing import ALIKE, REPEATS, UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
 from megatrain.update_place import kept_place, place_of_updates, refuse_place
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
@@ -51,7 +52,10 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 MEASURE_MOST_S = 2.0
 """Units that would take longer than this to run once are reckoned from their flops instead."""
-
+_TRIALS = ALIKE * (1 + REPEATS + 1 + 2 * REPEATS)
+"""Of a unit of each kind: alone, then beside a busy drive."""
+_SHORT_S = 3.0
+"""Nobody has to be told of a wait that is shorter."""
 RESERVED = 2
 """Times what computing is expected to take: addresses for the heap to grow into."""
 
@@ -136,6 +140,9 @@ def prepare(
         units = compiler.units(units)
     hardware, drives, cpu = _measured(run, units, budget, accelerator, room)
     there = budget if room is None else room.budget_bytes
+    trial_s = _TRIALS * _kinds_s(costs, hardware)
+    if _SHORT_S < trial_s <= _TRIALS * MEASURE_MOST_S:
+        tell(f"Timing units of each kind: about {format_seconds(trial_s)}")
     if compiler is not None:  # by itself: neither its seconds nor its memory are those of a step
         _timed(run, units, costs, hardware, there, device)
     heap = Heap(RESERVED * sum(line.nbytes for line in lines)) if on_host else None
@@ -246,8 +253,7 @@ def _timed(
     largest = max(unit.nbytes for unit in units.stored)
     if device.type != "cpu" and 2 * largest > budget:
         return {}
-    flops = sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values()))
-    if flops / hardware.compute.per_s > MEASURE_MOST_S:
+    if _kinds_s(costs, hardware) > MEASURE_MOST_S:
         return {}
     try:
         dtype = compute_dtype(run.train.precision)
@@ -259,6 +265,11 @@ def _timed(
             f"device: {device.type}: {type(units.model).__name__} computes with an operator that gives other bits each "
             f"time there: {str(error).partition('. ')[0]}. Fix: device: cpu"
         ) from error
+
+
+def _kinds_s(costs: Mapping[str, UnitCost], hardware: Hardware) -> float:
+    """Seconds that one unit of each kind computes for a micro-batch."""
+    return sum(cost.forward_flops + cost.backward_flops for cost in set(costs.values())) / hardware.compute.per_s
 
 
 def _stolen(run: RunConfig, units: Units, hardware: Hardware, budget: int, times: Mapping[str, UnitTime]) -> float:

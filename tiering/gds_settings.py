@@ -39,7 +39,7 @@ ASSUMED = GdsSettings(threads=8, task_bytes=4 * MiB)
 TRIALS = tuple(
     GdsSettings(threads=threads, task_bytes=task * MiB) for threads, task in ((8, 8), (4, 8), (16, 4), (8, 2), (32, 2))
 )
-"""Requests are of 8 MiB: whole, in two pieces, in four. The most likely ones first: time may end the trial."""
+"""Its requests are of 8 MiB: whole, in two pieces, in four. The most likely ones first: time may end the trial."""
 
 
 def best(found: Sequence[GdsSettings]) -> GdsSettings:

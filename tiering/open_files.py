@@ -54,6 +54,8 @@ class OpenFiles(Generic[File]):
 
     def _close_idle(self) -> None:
         """Until the table is no longer too long. The caller holds the lock."""
-        excess = max(0, len(self._files) - self._most())
+        excess = len(self._files) - self._most()
+        if excess <= 0:
+            return
         for path in [path for path, entry in self._files.items() if entry.users == 0][:excess]:
             self._closed(self._files.pop(path).file)

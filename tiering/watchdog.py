@@ -20,7 +20,7 @@ from tiering.engine import Extent, Verb
 
 LATE_S = 30.0
 """Linux gives an NVMe command up after this time (`nvme_core.io_timeout`) and resets the drive. A request of at most
-8 MiB takes milliseconds: one that is older than this hangs, or waits for a drive that does.
+16 MiB takes milliseconds: one that is older than this hangs, or waits for a drive that does.
 """
 LOOKS = 4
 """Looks per `LATE_S`: a request is told of between 1 and 1 + 1/LOOKS times that late."""
