@@ -213,7 +213,8 @@ def _straight(report: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> l
     line = _lines(report).get(name)
     if line is None:
         return []
-    slope = f"{line.level:.3f} s + {line.slope * 1e9:.3f} ns for each of the {name}"
+    count, word = (1_000_000, "million") if name == "parameters" else (1000, "thousand")
+    slope = f"{line.level:.3f} s + {format_seconds(count * line.slope)} for each {word} {name}"
     return [f"A straight line: {slope}; the furthest point is {line.worst:.1%} off it"]
 
 

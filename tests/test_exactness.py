@@ -77,17 +77,28 @@ for ids in torch.from_numpy(numpy.load(sys.argv[2])):
 """As anyone would write it, in a process with torch's own defaults."""
 
 
-def test_a_run_has_the_bits_of_a_plain_loop_in_a_process_of_its_own(run_file: RunFile, tmp_path: Path) -> None:
+WIDE_HEADS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "seq_len"),
+    [
+        pytest.param("llama", WIDE_HEADS, 128),
+        *(pytest.param(name, {}, 16, marks=pytest.mark.slow) for name in ("gpt2", "gemma3", "mixtral", "llama-tied")),
+    ],
+)
+def test_a_run_has_the_bits_of_a_plain_loop_in_a_process_of_its_own(
+    run_file: RunFile, tmp_path: Path, model: str, sizes: dict[str, int], seq_len: int
+) -> None:
     """P1: no setting of this project changes what torch computes by default. Heads of 128 and 128 tokens: attention's
     backward gives other bits where MKL may not choose its number of threads.
     """
-    sizes = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = AutoConfig.for_model(**{**MODELS["llama"], **sizes})
+    config = AutoConfig.for_model(**{**MODELS[model], **sizes})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     path = run_file(
         {"model": {"path": str(tmp_path / "model")}, "optimizer": optimizer}
-        | {"data.seq_len": 128, "train.batch": 2, "train.max_grad_norm": None}
+        | {"data.seq_len": seq_len, "train.batch": 2, "train.max_grad_norm": None}
     )
     batches = open_run_batches(prepare(load_run(path)), tmp_path, Console(quiet=True))
     np.save(tmp_path / "rows.npy", np.stack([tensors(batches.batch_at(step))["input_ids"] for step in range(4)]))

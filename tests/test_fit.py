@@ -107,7 +107,9 @@ def test_the_budget_is_what_was_asked_for_or_half_of_what_is_free(run_file: RunF
     assert 0 < host_budget(load_run(run_file({"tiers.host_memory": "auto"}))) <= limit // 2
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.01, []), (1.0, ["Timing units of each kind: about 22.00 s"]), (9.0, [])])
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.01, []), (1.0, ["Timing units of each kind: about 22.00 s"]), (9.0, [])]
+)
 def test_a_wait_for_the_trial_of_the_units_is_told(
     run_file: RunFile, known_machine: None, monkeypatch: pytest.MonkeyPatch, seconds: float, said: list[str]
 ) -> None:
