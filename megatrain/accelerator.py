@@ -13,11 +13,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatrain.config import Precision, RunConfig
+from megatrain.config import RunConfig
 from megatrain.environment import Cuda, cuda_facts, pin_limit
 from megatrain.errors import UserError
 from megatrain.exactness import compute_exactly
 from megatrain.precision import compute_dtype
+from megatrain.programs import Precision
 from tiering.cuda import CudaLanes
 from tiering.lanes import Lanes
 from tiering.measure_device import DeviceRates, quick_device_rates

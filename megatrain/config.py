@@ -27,6 +27,7 @@ from megatrain.data.files import check_data_files
 from megatrain.errors import UserError
 from megatrain.faults import describe
 from megatrain.model_folder import local_folder, read_config
+from megatrain.programs import Precision
 from megatrain.runfile import overlay, read_mapping, write_mapping
 from megatrain.values import (
     AutoSize,
@@ -56,8 +57,6 @@ _KEYS_OF_KIND = {"chat": ("datasets", "split", "chat_template", "train_on", "pac
 _LATER_KEYS = {"no_decay", "schedule", "warmup_steps", "schedule_steps", "min_lr"}
 _NUMERIC_OF_KIND = {"chat": ("train_on", "packing")}
 _Unit = Annotated[Float, Field(ge=0, lt=1)]
-Precision = Literal["fp32", "tf32", "bf16"]
-"""What a forward and a backward compute in. Weights, gradients and moments are FP32 in each of them."""
 
 
 class _Section(BaseModel):

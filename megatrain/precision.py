@@ -12,8 +12,7 @@ of the model (`inv_freq`) stay as they are.
 import torch
 from torch import nn
 
-from megatrain.config import Precision
-from megatrain.programs import WEIGHT_BF16
+from megatrain.programs import WEIGHT_BF16, Precision
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

@@ -11,10 +11,13 @@ others in backward, which evens out the bytes that both halves of a step move.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tiering.workload import Block, Life, Moves, Op, Program, Touch, Workload, make_workload, pages
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+Precision = Literal["fp32", "tf32", "bf16"]
+"""What a forward and a backward compute in. Weights, gradients and moments are FP32 in each of them."""
 WEIGHT_BF16 = "weight_bf16"
 """Kind of the copy of a weight that ops compute with in BF16. It is made from the weight, and is in no commit."""
 CAST = "cast"

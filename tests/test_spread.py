@@ -32,7 +32,9 @@ def test_chunks_are_whole_pages_few_and_at_least_two_or_the_block_itself(nbytes:
 
 @given(sizes_, st.one_of(rates_, equal_rates))
 def test_every_drive_gets_its_share_of_a_whole_store(sizes: list[int], rates: list[float]) -> None:
-    """Of the chunks of one size no drive has two more or less than its share; of whole blocks, as many as drives."""
+    """Of the chunks of one size no drive has three more or less than its share: neighbours lie on different drives,
+    which holds the fastest one back in blocks of few chunks. Of whole blocks, as many as drives.
+    """
     found = spread(sizes, rates, GRAIN)
     striped: dict[int, list[int]] = {}
     for one in found:
@@ -41,7 +43,7 @@ def test_every_drive_gets_its_share_of_a_whole_store(sizes: list[int], rates: li
     for drive, rate in enumerate(rates):
         share = rate / sum(rates)
         for chunk_bytes, drives in striped.items():
-            assert abs(drives.count(drive) - share * len(drives)) < 2, f"{chunk_bytes}: {drives} by {rates}"
+            assert abs(drives.count(drive) - share * len(drives)) < 3, f"{chunk_bytes}: {drives} by {rates}"
         alone = [one for one in found if len(one.drives) == 1]
         held = sum(one.chunk_bytes for one in alone if one.drives == (drive,))
         least = max((one.chunk_bytes for one in alone), default=0) * len(rates)

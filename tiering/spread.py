@@ -16,7 +16,7 @@ from tiering.hardware import READ_SHARE, Drive
 from tiering.workload import PAGE
 
 CHUNK_BYTES = 8 << 20
-"""As large as the largest request of the pipeline: then a request is seldom cut."""
+"""As large as the requests that drives are measured with: smaller ones would not reach a drive's rate."""
 MOST_CHUNKS = 64
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 """A drive is one letter of a block's map, so 36 drives are the most."""

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from megatrain.catalog.family_keys import DEFAULTS
 from megatrain.catalog.known_models import resolve_model
-from megatrain.config import Precision
 from megatrain.console import AsJson, Debug, new_app, print_json, reported, run_app, size_option, stdout_kept
 from megatrain.errors import UserError
+from megatrain.programs import Precision
 from megatrain.sizes import format_count, format_size, parse_count
 from megatrain.tierplan.advice import Help, helps, remedies
 from megatrain.tierplan.forecast import Forecast

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.catalog.parts import assumed_update, find_gpu, parse_drives
-from megatrain.config import Precision
 from megatrain.errors import UserError
+from megatrain.programs import Precision
 from megatrain.sizes import format_size
 from megatrain.training_plan import UpdateOn
 from tiering.hardware import Drive, Hardware, Rate, all_drives, assumed_hardware

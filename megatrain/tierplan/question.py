@@ -16,9 +16,8 @@ from megatrain.catalog.estimate import estimate
 from megatrain.catalog.shapes import active_parameters, parameters, unit_sizes
 from megatrain.catalog.unit_cost import UnitCost
 from megatrain.chunks import chunk_length
-from megatrain.config import Precision
 from megatrain.errors import UserError
-from megatrain.programs import UnitSize, training_workload
+from megatrain.programs import Precision, UnitSize, training_workload
 from megatrain.sizes import format_rate, format_size
 from megatrain.tierplan.forecast import Assumption, Elsewhere, Forecast, Memory
 from megatrain.training_plan import Choice, Limits, UpdateOn, plan_training, weigh_places
