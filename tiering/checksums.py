@@ -41,9 +41,7 @@ Stored = Callable[[int, int], Bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Checksums of whole grains that will be written to a block from byte `lo` on: made while the processor's cache has
-    the bytes.
-    """
+    """Checksums of whole grains that will be written to a block from byte `lo` on, made before they are."""
 
     lo: int
     grain_bytes: int

@@ -100,8 +100,8 @@ class Transfers:
         self._issuing = 0
 
     def sum_up(self, x: Operand, view: memoryview) -> None:
-        """Make the checksums of bytes that will be written next: right after an update the processor's cache has them,
-        and they come from there several times as fast.
+        """Make the checksums of bytes that will be written next. What changes on its way to the drive is noticed, and
+        no thread of the drives takes the processor for it later.
         """
         self._sums[x.block, x.lo] = self._store.sums(x.block, x.lo, view)
 
