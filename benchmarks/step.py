@@ -4,16 +4,18 @@ Scope: `python -m benchmarks.step RUN.yaml`, or `--case io|balanced|compute --pa
 Not here: the things that a step is compared with (`yardsticks.py`), other ways to train (`rivals.py`), the plan's own
 accuracy (`plan_accuracy.py`).
 
-All of it in one process, in rounds, so that a machine that changes its speed changes it for all: a visit to the tiered
-run, one to the resident one, one to the drive, one to the plain loop, and again. The first step of a visit fills the
-pipeline and is not counted.
+All of it in one process, in rounds, so that a machine that changes its speed changes it for all: the drive alone, a
+visit to the tiered run, the drive alone again, a visit to the resident run, one to the plain loop, and so on. The first
+step of a visit fills the pipeline and is not counted.
 
 - `step_s`: wall seconds from the end of a step to the end of the next one, in the steady state.
 - `compute_s`: the seconds of the same engine's computing and update ops with everything resident: nothing to wait for,
   nothing else running. The streamed step computes each unit's forward again in its backward; so does this one. That is
   more than a plain loop that keeps all activations: `plain_step_s` stands beside it, and is no bound.
 - `io_s`: the seconds of the step's own list of requests, same sizes, order and number in flight, with nothing else
-  running and none waiting for another.
+  running and none waiting for another; the mean of what it takes right before the tiered visit and right after. Many
+  drives are faster after a rest (virtual ones save up a credit, others have a cache), and they rest while computing is
+  measured: first of all the list is carried out until two times in a row agree, so that no side has the credit.
 - `limit_s = max(compute_s, io_s)` and `fraction = limit_s / step_s`: 1 is a step that hides all but its busiest part.
 
 Bytes are what the operating system counts for the process over whole visits. The peak of resident memory is that of
@@ -211,8 +213,10 @@ def measured(run: RunConfig, rounds: int, counted: int) -> dict[str, Any]:
         visits, found = [], []
         for number in range(rounds):
             with console.status(f"round {number + 1} of {rounds}"):
+                before_s = yardsticks.io.settled_s()
                 visits.append(tiered.visit(counted))
-                found.append(yardsticks.round(visits[-1].step_s, [next_batch() for _ in range(1 + counted)]))
+                io_s = (before_s + yardsticks.io.io_s()) / 2
+                found.append(yardsticks.round(visits[-1].step_s, io_s, [next_batch() for _ in range(1 + counted)]))
         return _report(prepared, visits, found, peak) | yardsticks.notes
 
 
@@ -247,7 +251,7 @@ def _free_memory() -> int:
 
 
 class _Yardsticks:
-    """What fits into the memory of the machine beside the tiered run. notes: what was left out, and why."""
+    """What fits into the memory of the machine beside the tiered run. io: the drive alone. notes: what was left out."""
 
     def __init__(self, prepared: Prepared, manager: Manager, state: Mapping[Path, Path], stack: ExitStack) -> None:
         plan = prepared.plan
@@ -255,7 +259,7 @@ class _Yardsticks:
         folders = {root: folder / "io" for root, folder in state.items()}
         for folder in folders.values():
             folder.mkdir()
-        self._io = stack.enter_context(closing(RawIO(plan.schedules[MAIN], manager, plan.queue_depth, folders)))
+        self.io = stack.enter_context(closing(RawIO(plan.schedules[MAIN], manager, plan.queue_depth, folders)))
         whole, free = resident_plan(prepared), _free_memory()
         self._compute: ResidentSteps | RingSteps
         if whole.host_bytes + prepared.compute_bytes <= free:
@@ -272,11 +276,10 @@ class _Yardsticks:
             self.notes["plain_left_out"] = f"it needs about {needed} bytes, {free} are available"
         else:
             self._plain = PlainSteps(prepared)
-        self.notes |= {"compute_how": self._compute.how, "io_bytes": self._io.nbytes}
+        self.notes |= {"compute_how": self._compute.how, "io_bytes": self.io.nbytes}
 
-    def round(self, step_s: float, batches: Sequence[Inputs]) -> Round:
+    def round(self, step_s: float, io_s: float, batches: Sequence[Inputs]) -> Round:
         compute_s = self._compute.compute_s(batches)
-        io_s = self._io.io_s()
         return Round(
             step_s=step_s,
             compute_s=compute_s,

@@ -37,6 +37,8 @@ MAIN = "step"
 BEYOND_CACHE = 512 << 20
 """Bytes: more than the last cache of usual machines holds."""
 RANDOM_BYTES = 8 << 20
+MOST_PASSES, ALIKE = 6, 0.03
+"""Until two times in a row differ by less than this share of them."""
 
 
 def resident_plan(prepared: Prepared) -> Plan:
@@ -214,6 +216,15 @@ class RawIO:
         if self._failure is not None:
             raise self._failure
         return time.perf_counter() - begin_s
+
+    def settled_s(self) -> float:
+        """The same, once it takes about as long as the time before: a drive that has rested may be faster at first."""
+        before_s, now_s = self.io_s(), self.io_s()
+        for _ in range(MOST_PASSES - 2):
+            if abs(now_s - before_s) <= ALIKE * before_s:
+                break
+            before_s, now_s = now_s, self.io_s()
+        return now_s
 
     def close(self) -> None:
         self._requests.clear()
