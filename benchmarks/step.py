@@ -18,6 +18,9 @@ step of a visit fills the pipeline and is not counted.
   measured: first of all the list is carried out until two times in a row agree, so that no side has the credit.
 - `limit_s = max(compute_s, io_s)` and `fraction = limit_s / step_s`: 1 is a step that hides all but its busiest part.
 
+Of all rounds the median is told. `fraction` is the median of the rounds' own: a drive that changes its speed from one
+round to the next changes it for both sides of each, and a ratio of medians could be that of two different rounds.
+
 Bytes are what the operating system counts for the process over whole visits. The peak of resident memory is that of
 the first visit, before the other ways to train are built.
 """
@@ -293,7 +296,6 @@ class _Yardsticks:
 def _report(prepared: Prepared, visits: Sequence[Visit], rounds: Sequence[Round], peak: int) -> dict[str, Any]:
     timeline, count = prepared.plan.timeline, prepared.units.parameters
     step_s, compute_s, io_s = (median(getattr(r, name) for r in rounds) for name in ("step_s", "compute_s", "io_s"))
-    limit_s = max(compute_s, io_s)
     read, written = median(v.read_bytes for v in visits), median(v.written_bytes for v in visits)
     run = prepared.run
     return {
@@ -303,8 +305,8 @@ def _report(prepared: Prepared, visits: Sequence[Visit], rounds: Sequence[Round]
         "step_s": step_s,
         "compute_s": compute_s,
         "io_s": io_s,
-        "limit_s": limit_s,
-        "fraction": limit_s / step_s,
+        "limit_s": max(compute_s, io_s),
+        "fraction": median(r.fraction for r in rounds),
         "plain_step_s": _median(r.plain_step_s for r in rounds),
         "resident_step_s": _median(r.resident_step_s for r in rounds),
         "read_bytes": read,
