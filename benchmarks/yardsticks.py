@@ -230,21 +230,24 @@ class RawIO:
         self._requests.clear()
         self._arena.close()
 
-    def _cut(self, schedule: Schedule, beside: Manager) -> Iterator[tuple[bool, Extent, memoryview]]:
+    def _cut(self, schedule: Schedule, beside: Manager) -> Iterator[tuple[bool, Extent, memoryview | torch.Tensor]]:
         """As the pipeline cuts transfers into requests."""
         for action in schedule.actions:
-            if action.verb not in (Verb.READ, Verb.WRITE):
+            if action.verb not in (Verb.READ, Verb.WRITE, Verb.N2D):
                 continue
-            (x,) = action.operands
-            reads = action.verb is Verb.READ
+            x, there = action.operands[0], action.operands[-1]
+            reads = action.verb is not Verb.WRITE
+            if there.tier == "DEVICE":  # nothing of a pass is left there
+                view: memoryview | torch.Tensor = beside.lanes.tensor(there.address, there.address + there.nbytes)
+            else:
+                view = self._arena.view(there.address, there.address + there.nbytes)
             extents = beside.store.read_extents if reads else beside.store.write_extents
             for lo in range(x.lo, x.hi, LONGEST_BYTES):
                 for extent, begin, end in extents(x.block, lo, min(lo + LONGEST_BYTES, x.hi)):
-                    at = x.address - x.lo
                     copy = Extent(
                         path=self._copy(extent.path), offset=extent.offset, nbytes=extent.nbytes, block=extent.block
                     )
-                    yield reads, copy, self._arena.view(begin + at, end + at)
+                    yield reads, copy, view[begin - x.lo : end - x.lo]
 
     def _copy(self, path: Path) -> Path:
         """The file that stands for one of the store's."""
@@ -271,9 +274,10 @@ class RawIO:
                     self._engine.submit_write(extent, view[:part]).result()  # one request at a time
                 del view
         self._engine.sync(self._copies.values())
-        for _, extent, view in self._requests:
-            for lo in range(0, extent.nbytes, RANDOM_BYTES):
-                view[lo : lo + RANDOM_BYTES] = random[: min(RANDOM_BYTES, extent.nbytes - lo)]
+        for reads, extent, there in self._requests:
+            if isinstance(there, memoryview) and not reads:
+                for lo in range(0, extent.nbytes, RANDOM_BYTES):
+                    there[lo : lo + RANDOM_BYTES] = random[: min(RANDOM_BYTES, extent.nbytes - lo)]
 
     def _issue(self) -> None:
         """The lock is held."""

@@ -219,12 +219,15 @@ class OptimizerConfig(_Section):
 
 
 class TiersConfig(_Section):
-    """Where the training state lives; sizes are bytes, None is decided when the run starts."""
+    """Where the training state lives; sizes are bytes, None is decided when the run starts. `direct_reads` go past RAM
+    into memory of the device; `auto`: where the engine can and it is faster.
+    """
 
     host_memory: AutoSize = None
     device_memory: AutoSize = None
     nvme: Annotated[tuple[FilePath, ...], BeforeValidator(as_list), Field(min_length=1)]
     engine: Literal["auto", "posix", "kvikio"] = "auto"
+    direct_reads: Literal["auto", "off"] = "auto"
     resident: Share = "auto"
     late_updates: Share = "auto"
     serial: bool = False

@@ -36,7 +36,7 @@ from tiering.hardware_file import (
 from tiering.limits import memory_limit
 from tiering.measure import io_steals
 from tiering.measure_device import device_copy_rates, first_device
-from tiering.measure_disk import DEPTHS, QUICK_DEPTHS, GiB, measure_drive
+from tiering.measure_disk import DEPTHS, QUICK_DEPTHS, GiB, direct_read_rate, measure_drive
 from tiering.measure_memory import (
     COPY_BYTES,
     compute_rate,
@@ -73,14 +73,14 @@ def measure_machine(paths: Sequence[Path], out: Path, *, quick: bool, console: C
 
         step("kvikio")
         settings = best_settings(paths[0], memory=memory) if gds.probe(paths[0]) is None else None
+        found = first_device()
         drives = []
         for path, fact in zip(paths, facts, strict=True):
             step(f"drive of {path}")
-            drives.append(_drive(path, fact, memory, quick, settings))
+            drives.append(_drive(path, fact, memory, quick, settings, found))
             progress.advance(task)
         host = _host(paths[0], drives[0], memory, settings, step)
         progress.advance(task)
-        found = first_device()
         device = _device(found, host, memory, step) if found is not None else None
         progress.advance(task)
     kvikio = KvikioEntry.of(settings) if settings is not None else None
@@ -104,8 +104,15 @@ def _refuse_shared(paths: Sequence[Path], facts: Sequence[DriveFacts]) -> None:
         seen |= dict.fromkeys(keys, path)
 
 
-def _drive(path: Path, facts: DriveFacts, memory: int, quick: bool, settings: GdsSettings | None) -> DriveEntry:
-    with choose_engine("auto", path, settings=settings)[0] as engine:
+def _drive(
+    path: Path,
+    facts: DriveFacts,
+    memory: int,
+    quick: bool,
+    settings: GdsSettings | None,
+    device: torch.device | None,
+) -> DriveEntry:
+    with choose_engine("auto", path, device=device, settings=settings)[0] as engine:
         rates = measure_drive(
             path,
             engine,
@@ -114,7 +121,10 @@ def _drive(path: Path, facts: DriveFacts, memory: int, quick: bool, settings: Gd
             most_written_bytes=QUICK_WRITTEN_BYTES if quick else WRITTEN_BYTES,
             link_bytes_per_s=facts.link_bytes_per_s,
         )
-    return DriveEntry.of(path, facts, rates)
+        direct = None
+        if device is not None and not engine.device_refusal:
+            direct = direct_read_rate(path, engine, device, memory=min(memory, 128 * MiB), depth=rates.queue_depth)
+    return DriveEntry.of(path, facts, rates, direct)
 
 
 def _host(

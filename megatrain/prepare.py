@@ -35,11 +35,14 @@ from megatrain.timing import ALIKE, REPEATS, UnitTime, time_units
 from megatrain.training_plan import Limits, plan_training
 from megatrain.update_place import kept_place, place_of_updates, refuse_place
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
+from tiering.choose import choose_engine
 from tiering.device import updates_there
-from tiering.hardware import Drive, Hardware, Rate, assumed_hardware
+from tiering.hardware import Drive, Hardware, Rate, assumed_hardware, together
 from tiering.hardware_file import load
 from tiering.lanes import Lanes
-from tiering.measure import busy_drive, io_steals, measure, measure_drives, shared, stolen
+from tiering.manager import TRIAL_BYTES
+from tiering.measure import busy_drive, by_drive, io_steals, measure, measure_drives, shared, stolen
+from tiering.measure_disk import direct_read_rate
 from tiering.measure_memory import compute_rate, product_shape
 from tiering.plan import Line, Plan, make_plan
 from tiering.posix import PosixEngine
@@ -223,8 +226,10 @@ def _measured(
         entries = drives_of(run, file)
         used = tuple(drive for drive in file.drives if drive in entries)
         drives = tuple(shared(entry.drive(), entries.count(entry)) for entry in entries)
-        file = file.model_copy(update={"drives": used})
-        return file.hardware(on_device=accelerator is not None), drives, file.host.compute.rate()
+        hardware = file.model_copy(update={"drives": used}).hardware(on_device=accelerator is not None)
+        if run.tiers.direct_reads == "off":
+            hardware = replace(hardware, direct_read=None)
+        return hardware, drives, file.host.compute.rate()
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
     width, tokens = min(text.hidden_size, 4096), min(tokens, 4096)
@@ -234,9 +239,24 @@ def _measured(
     dtype = compute_dtype(run.train.precision)
     if accelerator is not None and room is not None:
         hardware = accelerator.rates(width, tokens, room.budget_bytes, clips).beside(hardware)
+        hardware = replace(hardware, direct_read=_direct_read(run, accelerator, room, hardware.queue_depth))
     elif dtype != torch.float32:
         hardware = replace(hardware, compute=compute_rate(*product_shape(width, tokens, budget), dtype=dtype))
     return hardware, drives, first.compute
+
+
+def _direct_read(run: RunConfig, accelerator: Accelerator, room: DeviceRoom, depth: int) -> Rate | None:
+    """`Hardware.direct_read` of all drives together, where a real transfer works; None where it is not wanted."""
+    if run.tiers.direct_reads == "off" or run.tiers.engine == "posix":
+        return None
+    engine, _ = choose_engine(run.tiers.engine, run.tiers.nvme[0], device=accelerator.device)
+    with engine:
+        if engine.device_refusal:
+            return None
+        paths = [path for path, *_ in by_drive(run.tiers.nvme)]
+        memory = min(room.budget_bytes, TRIAL_BYTES)
+        rates = [direct_read_rate(path, engine, accelerator.device, memory=memory, depth=depth) for path in paths]
+    return together(rates)
 
 
 def _timed(

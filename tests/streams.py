@@ -1,6 +1,6 @@
 """A stand-in for a device with streams: copies happen late and out of order, as far as what they wait for allows.
 
-Scope: `OutOfOrderLanes`, in which a missing dependency shows as wrong bytes.
+Scope: `OutOfOrderLanes`, in which a missing dependency shows as wrong bytes; `DirectEngine`, which reads into them.
 Not here: tests. Nothing here knows a schedule: an order that nobody declared is not kept.
 
 A copy that is issued is *pending*. It *begins* as soon as the events that it was given have happened: from then on its
@@ -20,11 +20,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
 from tiering.arena import Arena
+from tiering.engine import Extent, View
+from tiering.errors import IOFailedError
 from tiering.lanes import Event, lent
+from tiering.posix import PosixEngine
 from tiering.workload import Lane
 
 POISON = 0xFF
@@ -142,6 +146,28 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() < other.data_ptr() + other.numel() and other.data_ptr() < one.data_ptr() + one.numel()
 
 
+class DirectEngine(PosixEngine):
+    """Reads into memory of `lanes` too, but not into bytes that the device still uses. read_bytes: so many were read
+    into it.
+    """
+
+    device_refusal = ""
+
+    def __init__(self, lanes: "OutOfOrderLanes") -> None:
+        super().__init__()
+        self.lanes = lanes
+        self.read_bytes = 0
+
+    def submit_read(self, extent: Extent, view: View) -> "Future[int]":
+        if isinstance(view, torch.Tensor):
+            self.read_bytes += extent.nbytes
+            if self.lanes.is_used(view):
+                early: Future[int] = Future()
+                early.set_exception(IOFailedError(f"{extent.block} was read into bytes that the device still uses"))
+                return early
+        return super().submit_read(extent, view)
+
+
 class OutOfOrderLanes:
     """See `lanes.Lanes`. copies, updates: so many were issued. top: the highest byte of the arena that was lent."""
 
@@ -198,6 +224,16 @@ class OutOfOrderLanes:
             self._pending.append(event)
             self._go_on()
             return event
+
+    def is_used(self, view: torch.Tensor) -> bool:
+        """True for bytes that something still uses: a copy, an update or an op that has not happened."""
+        with self._changed:
+            if self._op is not None:  # see `copy`; a part of what was lent
+                self._op.lent = [pair for pair in self._op.lent if pair[0] is not view._base]
+            used = [lent for op in self._ops for lent, _ in op.lent]
+            for event in self._pending:
+                used += [event.source, event.target] if isinstance(event, _Copy) else event.operands
+            return any(_share(view, one) for one in used)
 
     def begin_compute(self, after: Sequence[Event]) -> None:
         with self._changed:

@@ -424,7 +424,7 @@ def test_known_keys_are_the_documented_ones() -> None:
         "keep_every update_on",
         "optimizer": "lr betas eps weight_decay no_decay schedule warmup_steps schedule_steps min_lr",
         "device": "",
-        "tiers": "host_memory device_memory nvme engine resident late_updates serial hardware",
+        "tiers": "host_memory device_memory nvme engine direct_reads resident late_updates serial hardware",
         "output": "dir",
     }
     wanted = [key for name, keys in sections.items() for key in (name, *(f"{name}.{k}" for k in keys.split()))]

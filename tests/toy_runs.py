@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from store_bytes import seen_by_zarr, unlike
+from streams import DirectEngine, OutOfOrderLanes
 from toy import Seen, computed, first_state, interpret
 
 from megatrain.programs import CAST
@@ -48,15 +49,34 @@ def with_device() -> Hardware:
 
 
 def device_plan(
-    workload: Workload, host_bytes: int, device_bytes: int | None = None, *, update_there: bool = False
+    workload: Workload,
+    host_bytes: int,
+    device_bytes: int | None = None,
+    *,
+    update_there: bool = False,
+    direct: bool = False,
 ) -> Plan:
-    """A plan of `workload` for a device with `device_bytes` of memory; None: as little as works."""
-    planned = partial(make_plan, workload, with_device(), host_bytes, update_there=update_there)
+    """A plan of `workload` for a device with `device_bytes` of memory; None: as little as works. direct: one that reads
+    straight into it what it can, with nothing at home in HOST.
+    """
+    hardware = with_device()
+    planned = partial(make_plan, workload, hardware, host_bytes, update_there=update_there)
+    budget = device_bytes or 0
     try:
-        return planned(device_budget=device_bytes or 0)
+        plan = planned(device_budget=budget)
     except ShortError as short:
         assert short.tier == "DEVICE" and device_bytes is None, str(short)
-        return planned(device_budget=short.needed_bytes)
+        budget = short.needed_bytes
+        plan = planned(device_budget=budget)
+    if not direct:
+        return plan
+    there = replace(hardware, direct_read=hardware.read)
+    knobs = [replace(plan.knobs, direct=True, lookahead=1, lag=0)]
+    plan = make_plan(
+        workload, there, host_bytes, 0.0, device_budget=budget, update_there=update_there, candidates=knobs
+    )
+    assert plan.timeline.direct_bytes, "nothing is read straight into the device"
+    return plan
 
 
 def training(workload: Workload) -> list[str]:
@@ -87,7 +107,8 @@ class ToyRun:
         self.seen = Seen()
         self.entered = 0
         store = BlockStore.create(root, [*stored_blocks(plan, {}), *scratch_blocks(plan)], identity={})
-        self.manager = Manager(plan, store, PosixEngine(), self.compute, serial=serial, lanes=lanes)
+        self.engine = DirectEngine(lanes) if isinstance(lanes, OutOfOrderLanes) else PosixEngine()
+        self.manager = Manager(plan, store, self.engine, self.compute, serial=serial, lanes=lanes)
 
     def __enter__(self) -> "ToyRun":
         try:

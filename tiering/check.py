@@ -116,6 +116,9 @@ class _Memory:
         return fault
 
     def _run(self, x: Operand) -> str | None:
+        if x.tier == "NVME":
+            stale = self._stale(self.nvme[x.block], x)
+            return f"I2: {x.block}[{x.lo}:{x.hi}] on NVME is not its newest version" if stale else None
         if x.reads:
             return self._held(x)
         for _, _, (block, _, _) in self.arenas[x.tier].over(x.address, x.address + x.nbytes):
@@ -213,6 +216,8 @@ def _prove_bounds(workload: Workload, schedule: Schedule) -> None:
     arenas = {"HOST": schedule.host_bytes, "DEVICE": schedule.device_bytes}
     for action in (*schedule.lead_in, *schedule.actions):
         for x in action.operands:
+            if x.tier == "NVME":
+                continue  # what is not there is stale there
             if not 0 <= x.address <= x.address + x.nbytes <= arenas[x.tier]:
                 raise ScheduleError(
                     f"schedule {schedule.name}: I1: {x} is outside of {arenas[x.tier]} bytes of {x.tier}"

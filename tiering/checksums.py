@@ -139,7 +139,7 @@ class Checksums:
     def compare(self, block: StoredBlock, lo: int, data: Bytes, stored: Stored) -> list[Mismatch]:
         """Bytes from `lo` on were read: those of them that nobody has compared yet are. stored: reads the commit."""
         wrong = []
-        for begin, end in self._pending(block, lo, lo + len(data)):
+        for begin, end in self.pending(block, lo, lo + len(data)):
             index = self._index(block, begin)
             inside = lo <= begin and end <= lo + len(data)
             found = checksum(data[begin - lo : end - lo] if inside else stored(begin, end))
@@ -149,6 +149,14 @@ class Checksums:
             else:
                 wrong.append(Mismatch(lo=begin, hi=end, wanted=wanted, found=found))
         return wrong
+
+    def pending(self, block: StoredBlock, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The grains of [lo, hi) that are still to be compared."""
+        first, last = self._index(block, lo), self._index(block, hi - 1) + 1
+        if not self._to_compare[first:last].any():
+            return []
+        touched = grains(block.nbytes, self.grain_bytes, lo, hi)
+        return [grain for grain in touched if self._to_compare[self._index(block, grain[0])]]
 
     def make(self, block: StoredBlock, lo: int, data: Bytes) -> Sums | None:
         """Checksums of bytes that will be written from `lo` on; None where they do not fill their grains."""
@@ -178,7 +186,7 @@ class Checksums:
         wrong: list[Mismatch] = []
         for begin, end in grains(block.nbytes, self.grain_bytes, lo, hi):
             inside = lo <= begin and end <= hi
-            if not inside and self._pending(block, begin, end):
+            if not inside and self.pending(block, begin, end):
                 wrong += self.compare(block, begin, stored(begin, end), stored)
             known = None if data is None or not inside else checksum(data[begin - lo : end - lo])
             made.append((self._index(block, begin), known))
@@ -215,14 +223,6 @@ class Checksums:
     def value(self, block: StoredBlock, lo: int) -> int:
         """What the commit says of the grain that starts at `lo`."""
         return int(self._committed[self._index(block, lo)])
-
-    def _pending(self, block: StoredBlock, lo: int, hi: int) -> list[tuple[int, int]]:
-        """The grains of [lo, hi) that are still to be compared."""
-        first, last = self._index(block, lo), self._index(block, hi - 1) + 1
-        if not self._to_compare[first:last].any():
-            return []
-        touched = grains(block.nbytes, self.grain_bytes, lo, hi)
-        return [grain for grain in touched if self._to_compare[self._index(block, grain[0])]]
 
     def _index(self, block: StoredBlock, at: int) -> int:
         return self._first[block.name] + at // self.grain_bytes

@@ -31,14 +31,15 @@ class Rate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
     """One drive of the NVME tier. read, write: bytes/s of one alone, sustained. mixed: bytes/s in all while
-    `READ_SHARE` of them are read. capacity, endurance: bytes that it holds, and that may be written in its life (0:
-    unknown).
+    `READ_SHARE` of them are read. direct_read: as `Hardware.direct_read`. capacity, endurance: bytes that it holds, and
+    that may be written in its life (0: unknown).
     """
 
     name: str
     read: Rate
     write: Rate
     mixed: Rate | None = None
+    direct_read: Rate | None = None
     capacity_bytes: int = 0
     endurance_bytes: int = 0
 
@@ -49,7 +50,8 @@ class Hardware:
     flight at which they were measured. compute: FLOP/s in FP32. update: bytes/s of all operands of a tiled op.
     update_beside_compute: True where the two have separate processors (a GPU computes while the CPU updates).
     h2d, d2h: bytes/s of the copies to and from the device; None where the device is the host itself. device_update: as
-    update, on the device; None where that is not known: then nothing is updated there.
+    update, on the device; None where that is not known: then nothing is updated there. direct_read: bytes/s of the NVME
+    tier into memory of the device, past HOST; None where that cannot be.
     io_steals: the share of its speed that what runs on the CPU loses while the drive is busy: updates, and computing
     where it shares their processors.
     """
@@ -64,6 +66,7 @@ class Hardware:
     h2d: Rate | None = None
     d2h: Rate | None = None
     device_update: Rate | None = None
+    direct_read: Rate | None = None
     io_steals: float = 0.0
 
     def rates(self) -> dict[str, Rate]:
@@ -91,18 +94,25 @@ class Hardware:
 
 RATE_UNITS = {
     "read": "B/s", "write": "B/s", "mixed": "B/s", "compute": "FLOP/s", "update": "B/s", "h2d": "B/s", "d2h": "B/s",
-    "device_update": "B/s",
+    "device_update": "B/s", "direct_read": "B/s",
 }  # fmt: skip
 
 
 def all_drives(drives: Sequence[Drive]) -> tuple[Rate, Rate, Rate | None]:
     """read, write and mixed of several drives together: blocks are spread so that all of them finish at once."""
-    read, write = _sum([drive.read for drive in drives]), _sum([drive.write for drive in drives])
+    read, write = together([drive.read for drive in drives]), together([drive.write for drive in drives])
     mixed = [drive.mixed for drive in drives if drive.mixed is not None]
-    return read, write, _sum(mixed) if len(mixed) == len(drives) else None
+    return read, write, together(mixed) if len(mixed) == len(drives) else None
 
 
-def _sum(rates: Sequence[Rate]) -> Rate:
+def all_direct(drives: Sequence[Drive]) -> Rate | None:
+    """direct_read of several drives together; None if one of them cannot."""
+    rates = [drive.direct_read for drive in drives if drive.direct_read is not None]
+    return together(rates) if len(rates) == len(drives) else None
+
+
+def together(rates: Sequence[Rate]) -> Rate:
+    """The sum of what several drives do."""
     if len(rates) == 1:
         return rates[0]
     source: Source = "assumed" if any(rate.source == "assumed" for rate in rates) else "derived"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tiering.drive import DriveFacts
 from tiering.errors import BAD_INPUT, TieringError
 from tiering.gds_settings import GdsSettings
-from tiering.hardware import Drive, Hardware, Rate, Source, all_drives
+from tiering.hardware import Drive, Hardware, Rate, Source, all_direct, all_drives
 
 if TYPE_CHECKING:  # a plan that reads this file needs no torch
     from tiering.measure_disk import DriveRates
@@ -115,7 +115,10 @@ class DeviceEntry(_Strict):
 
 
 class DriveEntry(_Strict):
-    """A drive by a path on it: what the system tells (see `DriveFacts`), sustained rates and burst ones."""
+    """A drive by a path on it: what the system tells (see `DriveFacts`), sustained rates and burst ones.
+
+    direct_read: of a drive that can read into the GPU; files that were made before there was such a key lack it.
+    """
 
     path: str
     mount_point: str = ""
@@ -136,9 +139,10 @@ class DriveEntry(_Strict):
     read_burst: ByteRate | None = None
     write_burst: ByteRate | None = None
     mixed_burst: ByteRate | None = None
+    direct_read: ByteRate | None = None
 
     @classmethod
-    def of(cls, path: Path, facts: DriveFacts, rates: "DriveRates") -> Self:
+    def of(cls, path: Path, facts: DriveFacts, rates: "DriveRates", direct_read: Rate | None = None) -> Self:
         """The entry of a drive that was measured."""
         link = None
         if facts.link_bytes_per_s:
@@ -163,6 +167,7 @@ class DriveEntry(_Strict):
             read_burst=ByteRate.of(rates.read.burst),
             write_burst=ByteRate.of(rates.write.burst),
             mixed_burst=ByteRate.of(rates.mixed.burst),
+            direct_read=ByteRate.of(direct_read) if direct_read else None,
         )
 
     def drive(self) -> Drive:
@@ -172,6 +177,7 @@ class DriveEntry(_Strict):
             read=self.read.rate(),
             write=self.write.rate(),
             mixed=self.mixed.rate() if self.mixed else None,
+            direct_read=self.direct_read.rate() if self.direct_read else None,
             capacity_bytes=self.capacity_bytes,
             endurance_bytes=self.endurance_bytes,
         )
@@ -202,7 +208,8 @@ class HardwareFile(_Strict):
         if on_device and self.device is None:
             raise HardwareFileError("the hardware file knows no GPU. Fix: compute on the CPU, or measure where one is.")
         device = self.device if on_device else None
-        read, write, mixed = all_drives([drive.drive() for drive in self.drives])
+        drives = [drive.drive() for drive in self.drives]
+        read, write, mixed = all_drives(drives)
         return Hardware(
             read=read,
             write=write,
@@ -214,6 +221,7 @@ class HardwareFile(_Strict):
             h2d=device.h2d_pinned.rate() if device else None,
             d2h=device.d2h_pinned.rate() if device else None,
             device_update=device.update.rate() if device and device.update else None,
+            direct_read=all_direct(drives) if device else None,
             io_steals=self.host.io_steals,
         )
 

@@ -29,8 +29,12 @@ class Lender:
         return arena.tensor(x.address, x.address + x.nbytes)
 
     def view(self, x: Operand) -> memoryview:
-        """Of HOST alone, for a transfer."""
+        """Of HOST alone, as an engine moves them."""
         return self._arena.view(x.address, x.address + x.nbytes)
+
+    def moved(self, x: Operand) -> memoryview | torch.Tensor:
+        """Of either, as an engine moves them."""
+        return self.bytes(x) if x.tier == "DEVICE" else self.view(x)
 
     def views(self, action: Action) -> dict[str, torch.Tensor]:
         """Those of DEVICE are lent under the names of the blocks that they are copies of."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tiering.homes import Placement
 from tiering.pack import Arc, live_bytes, pack
 from tiering.schedule import Action, Operand, Schedule, Verb, order
-from tiering.turns import Access, Cut, Knobs, Turn
+from tiering.turns import Access, Cut, Knobs
 from tiering.workload import Block, Lane, Program, Tier, Touch, Workload
 
 
@@ -68,8 +68,8 @@ def lower(workload: Workload, program: Program, placement: Placement, knobs: Kno
 class Draft:
     """A schedule whose memory is known and whose actions are not written out yet: enough to see whether it fits.
 
-    cut: by the same knobs. read_bytes, written_bytes: what a pass moves. host_bytes, ring_bytes, device_bytes: as in
-    `Schedule`.
+    cut: by the same knobs. direct: bytes that go from NVME to the device at a turn, by block and turn. read_bytes,
+    written_bytes: what a pass moves. host_bytes, ring_bytes, device_bytes: as in `Schedule`.
     """
 
     def __init__(self, cut: Cut, placement: Placement, knobs: Knobs) -> None:
@@ -78,6 +78,7 @@ class Draft:
         self.placement = placement
         self.knobs = knobs
         self.stays: list[_Stay] = []
+        self.direct: dict[tuple[str, int], int] = {}
         self.ring_tiles: dict[Lane, dict[int, list[_Stay]]] = {}
         for name, accesses in self._moved().items():
             self._stay(self.workload.blocks[name], accesses)
@@ -89,6 +90,7 @@ class Draft:
         self.host_bytes = self._place("HOST", placement.fixed_bytes + self.ring_bytes)
         self.device_bytes = self._place("DEVICE", 0)
         self.read_bytes = sum(stay.hi - stay.lo for stay in self.stays if stay.fill is not None)
+        self.read_bytes += sum(self.direct.values())
         self.written_bytes = sum(hi - lo for stay in self.stays for _, lo, hi in stay.writes)
 
     @property
@@ -118,6 +120,8 @@ class Draft:
         for stay in self.stays:
             read = stay.hi - stay.lo if stay.fill is not None else 0
             moved[stay.block] += read + sum(hi - lo for _, lo, hi in stay.writes)
+        for (block, _), nbytes in self.direct.items():
+            moved[block] += nbytes
         return moved
 
     def _moved(self) -> dict[str, list[Access]]:
@@ -137,8 +141,13 @@ class Draft:
         for number, group in enumerate(groups):
             if block.life != "local" and all(access.op.tiled for access in group):
                 for access in group:
+                    if self._is_direct(block, access):
+                        self.direct[block.name, access.turn] = access.hi - access.lo
+                        continue
                     tiles = self.ring_tiles.setdefault(access.op.lane, {})
                     tiles.setdefault(access.turn, []).append(self._tile(block, access))
+            elif len(group) == 1 and self._is_direct(block, group[0]):
+                self.direct[block.name, group[0].turn] = block.nbytes
             else:
                 stay = self._whole(block, group)
                 if block.life == "passing" and (number == len(groups) - 1 or groups[number + 1][0].defines):
@@ -166,6 +175,14 @@ class Draft:
             count = len(self.turns)
             groups[-1].extend([replace(access, turn=access.turn + count) for access in groups.pop(0)])
         return groups
+
+    def _is_direct(self, block: Block, access: Access) -> bool:
+        """True where a copy to the device, which alone uses these bytes, can have them straight from NVME. Not what the
+        pass before is to read ahead: the copy begins with its own pass, so that has to wait in HOST.
+        """
+        if not self.knobs.direct or block.life == "local" or access.op.lane != "h2d":
+            return False
+        return self._lead(access.order) >= 0
 
     def _tile(self, block: Block, access: Access) -> _Stay:
         """A stay for one use by one tile."""
@@ -269,18 +286,23 @@ class Draft:
             for stay in self.reads[index]:
                 assert stay.fill is not None, "a READ fills"
                 yield _transfer(Verb.READ, stay, stay.lo, stay.hi, stay.fill < 0, blocks[stay.block].tier)
-            operands = tuple([self._operand(touch, turn, stays.get((touch.block, index))) for touch in turn.op.touches])
-            verb = _COPY_VERBS.get(turn.op.lane, Verb.RUN)
-            yield _Step(verb, turn.name, turn.op.lane, operands)
+            operands = tuple([self._operand(touch, index, stays) for touch in turn.op.touches])
+            if any(operand.tier == "NVME" for operand in operands):
+                yield _Step(Verb.N2D, turn.name, "io", operands)
+            else:
+                yield _Step(_COPY_VERBS.get(turn.op.lane, Verb.RUN), turn.name, turn.op.lane, operands)
             for stay, lo, hi in self.writes[index]:
                 yield _transfer(Verb.WRITE, stay, lo, hi, False, blocks[stay.block].tier)
             for stay in self.drops[index]:
                 yield _transfer(Verb.DROP, stay, stay.lo, stay.hi, False, blocks[stay.block].tier)
 
-    def _operand(self, touch: Touch, turn: Turn, stay: _Stay | None) -> Operand:
-        """stay: None for bytes at their home."""
+    def _operand(self, touch: Touch, index: int, stays: Mapping[tuple[str, int], _Stay]) -> Operand:
+        """Of the turn `index`. stays: by block and turn; what has none is at home, or comes straight from NVME."""
         block = self.workload.blocks[touch.block]
-        lo, hi = turn.part(block.nbytes)
+        lo, hi = self.turns[index].part(block.nbytes)
+        if (touch.block, index) in self.direct:
+            return Operand(block=touch.block, lo=lo, hi=hi, address=0, reads=True, writes=False, tier="NVME")
+        stay = stays.get((touch.block, index))
         address = self.placement.address[touch.block] + lo if stay is None else stay.address + lo - stay.lo
         return Operand(
             block=touch.block,

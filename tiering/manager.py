@@ -16,6 +16,7 @@ from tiering.arena import Arena
 from tiering.check import check
 from tiering.choose import EngineName, choose_engine
 from tiering.engine import IOEngine
+from tiering.errors import EngineError
 from tiering.gds_settings import GdsSettings
 from tiering.lanes import InlineLanes, Lanes
 from tiering.lending import Views
@@ -98,6 +99,7 @@ class Manager:
             queue_depth=plan.queue_depth,
         )
         self.engine_line = ""
+        self._registered: torch.Tensor | None = None
         self._saved_updates = 0
 
     @classmethod
@@ -162,14 +164,27 @@ class Manager:
                 settings=gds_settings,
                 trial_bytes=min(TRIAL_BYTES, plan.host_bytes),
             )
+            if plan.knobs.direct and engine.device_refusal:
+                raise EngineError(
+                    f"the plan reads from {store.root} straight into memory of the device, and the engine "
+                    f"{engine.name} cannot: {engine.device_refusal}. Fix: tiers.direct_reads: off"
+                )
             manager = cls(plan, store, engine, update, serial=serial, lanes=lanes)
-            manager.engine_line = why
+            registered = manager._register()
+            manager.engine_line = f"{why}; {registered}" if registered else why
             return manager
         except BaseException:
             if engine is not None:
                 engine.close()
             store.close()
             raise
+
+    def _register(self) -> str:
+        """Tells the engine of the arena that it reads into, where it does; in one line what that brought."""
+        if not self.plan.knobs.direct:
+            return ""
+        self._registered = self.lanes.tensor(0, self.plan.device_bytes)
+        return self.engine.register(self._registered)
 
     def put(self, block: str, fill: Callable[[torch.Tensor], object]) -> None:
         """Set a durable block on NVME from `fill`, which is given its bytes (flat uint8). Before `load` only."""
@@ -223,6 +238,9 @@ class Manager:
     def close(self) -> None:
         """Stop, wait for transfers in flight, close everything. Never commits."""
         self.pipeline.close()
+        if self._registered is not None:
+            self.engine.deregister(self._registered)
+            self._registered = None
         self.lanes.close()
         self.engine.close()
         self.store.close()

@@ -93,7 +93,8 @@ def shared(drive: Drive, count: int) -> Drive:
     if count == 1:
         return drive
     mixed = part(drive.mixed) if drive.mixed else None
-    return replace(drive, read=part(drive.read), write=part(drive.write), mixed=mixed)
+    direct = part(drive.direct_read) if drive.direct_read else None
+    return replace(drive, read=part(drive.read), write=part(drive.write), mixed=mixed, direct_read=direct)
 
 
 def io_steals(path: Path, engine: IOEngine, *, width: int, tokens: int, memory: int, depth: int) -> float:

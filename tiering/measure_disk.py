@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from tiering.engine import IOEngine
 from tiering.hardware import READ_SHARE, Rate
 from tiering.probe_file import MIXES, MiB, ProbeFile, What, probe_file
@@ -163,6 +165,15 @@ def quick_rates(
         return best_depth(
             rates_by_depth(file, QUICK_DEPTHS, request_bytes=request_bytes, most_bytes=file.nbytes, most_s=QUICK_PASS_S)
         )
+
+
+def direct_read_rate(path: Path, engine: IOEngine, device: torch.device, *, memory: int, depth: int) -> Rate:
+    """`Hardware.direct_read` of the drive of `path`, in a fraction of a second, by an engine that moves memory of
+    `device`. memory: bytes of either that measuring may take. Raises what the engine raises.
+    """
+    request_bytes = _within(QUICK_BYTES, request_size(memory))
+    with probe_file(path, engine, nbytes=QUICK_BYTES, request_bytes=request_bytes, memory=memory) as file:
+        return file.rate_into(device, depth=depth, request_bytes=request_bytes)
 
 
 def measure_drive(

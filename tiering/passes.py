@@ -72,7 +72,7 @@ class Pass:
         self._if_done, self._if_issued = _Followers(count), _Followers(count if own_memory else 0)
         early = own_memory and not serial
         for index, action in enumerate(schedule.actions):
-            waits = set(action.after)
+            waits = set(action.after) if self.on_device[index] or not own_memory else self._told(action)
             if serial:
                 waits.add((index - 1, 0) if index else (count - 1, 1))
             for waited, back in waits:
@@ -91,9 +91,23 @@ class Pass:
         """True if `index` only waits until `waited` is issued."""
         if not self.on_device[waited]:
             return False
-        # Only device actions touch DEVICE bytes; the host is never told when those that a DROP stands for are done.
+        # The host is never told when those that a DROP of the device stands for are done.
         assert self.on_device[index] or self.schedule.actions[waited].verb is not Verb.DROP, f"line {index}"
         return self.on_device[index]
+
+    def _told(self, action: Action) -> set[tuple[int, int]]:
+        """What an action of the host waits for, with what a DROP of the device stands for in its place: that is done
+        when it is issued, and the host is told of the others. What is two passes back is over.
+        """
+        actions = self.schedule.actions
+        todo, found = list(action.after), set[tuple[int, int]]()
+        while todo:
+            waited, back = todo.pop()
+            if actions[waited].verb is Verb.DROP and self.on_device[waited]:
+                todo += [(before, back + more) for before, more in actions[waited].after if back + more < 2]
+            else:
+                found.add((waited, back))
+        return found
 
     def written_next(self, index: int) -> list[Operand]:
         """What `index` writes and a WRITE that comes after it takes to NVME."""

@@ -21,10 +21,11 @@ TRACKS = {
     Verb.H2D: "copy h2d",
     Verb.D2H: "copy d2h",
     Verb.READ: "io read",
+    Verb.N2D: "io read to device",
     Verb.WRITE: "io write",
 }
 """What a span is -> its track, in the order in which they are shown."""
-RARE = (Verb.H2D, Verb.D2H)
+RARE = (Verb.H2D, Verb.D2H, Verb.N2D)
 """Their tracks are left out where nothing is on them."""
 TRACK_ROOM = 1000
 """Thread ids a lane."""
@@ -128,9 +129,9 @@ def _in_flight(pid: int, side: Side, origin_s: float) -> Iterator[dict[str, Any]
     """A counter of the bytes that are being read and written."""
     changes: list[tuple[int, str, int]] = []
     for item in side.spans:
-        if item.span.what in (Verb.READ, Verb.WRITE):
+        if item.span.what in (Verb.READ, Verb.N2D, Verb.WRITE):
             begin_ns, end_ns = _times_ns(item.span, origin_s)
-            series = "read" if item.span.what == Verb.READ else "written"
+            series = "written" if item.span.what == Verb.WRITE else "read"
             changes += [(begin_ns, series, item.span.nbytes), (end_ns, series, -item.span.nbytes)]
     now = {"read": 0, "written": 0}
     for at_ns, series, change in sorted(changes):

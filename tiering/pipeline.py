@@ -69,7 +69,7 @@ class Pipeline:
         self._passes: dict[int, Pass] = {}
         self._current: Pass | None = None
         self._numbers = 0
-        self._transfers = Transfers(arena, store, engine, trace, self._changed, self._transferred, queue_depth)
+        self._transfers = Transfers(self._lender, store, engine, trace, self._changed, self._transferred, queue_depth)
         self._updating_s = 0.0  # spent in updates so far
         self._updates: list[Queued] = []
         self._closing = False

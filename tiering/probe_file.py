@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import date
 from itertools import cycle, islice
 from pathlib import Path
@@ -67,6 +68,14 @@ class ProbeFile:
         moved, took_s = self.timed(what, depth, request_bytes, most_bytes, most_s)
         return self.named(what, moved / took_s, moved, depth, request_bytes)
 
+    def rate_into(self, device: torch.device, *, depth: int, request_bytes: int) -> Rate:
+        """Bytes/s of reading the whole file into memory of `device`. Raises what the engine raises."""
+        there = [torch.empty(request_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
+        begin_s = time.perf_counter()
+        moved = self._move("R", depth, request_bytes, self.nbytes, lambda: True, there)
+        rate = self.named("read", moved / max(time.perf_counter() - begin_s, 1e-9), moved, depth, request_bytes)
+        return replace(rate, how=f"into memory of {device.type}, {rate.how}")
+
     def timed(
         self, what: What, depth: int, request_bytes: int, most_bytes: int, most_s: float = float("inf")
     ) -> tuple[int, float]:
@@ -106,15 +115,24 @@ class ProbeFile:
         self._move("W", BUFFERS, request_bytes, self.nbytes, lambda: True)
         self._at["W"] = self.nbytes // request_bytes // 2 * request_bytes
 
-    def _move(self, mix: str, depth: int, request_bytes: int, most_bytes: int, go_on: Callable[[], bool]) -> int:
+    def _move(
+        self,
+        mix: str,
+        depth: int,
+        request_bytes: int,
+        most_bytes: int,
+        go_on: Callable[[], bool],
+        views: Sequence[memoryview | torch.Tensor] | None = None,
+    ) -> int:
         """Keeps `depth` requests in flight; returns the bytes moved, when the last of them is done. `go_on` is asked
-        after each request; a no ends the run with a whole mix.
+        after each request; a no ends the run with a whole mix. views: buffers to use instead of the file's own.
         """
+        views = self._views if views is None else views
         count = max(1, most_bytes // (request_bytes * len(mix))) * len(mix)
-        depth = min(depth, len(self._views))
-        free = deque(self._views)
+        depth = min(depth, len(views))
+        free = deque(views)
         done: SimpleQueue[Future[int]] = SimpleQueue()
-        running: dict[Future[int], memoryview] = {}
+        running: dict[Future[int], memoryview | torch.Tensor] = {}
         moved, wanted = 0, True
 
         def finish_one() -> None:
@@ -141,7 +159,7 @@ class ProbeFile:
                 done.get()  # after an error too: buffers are in use until their requests have landed
         return moved
 
-    def _submit(self, verb: str, nbytes: int, view: memoryview) -> Future[int]:
+    def _submit(self, verb: str, nbytes: int, view: memoryview | torch.Tensor) -> Future[int]:
         offset = self._at[verb] if self._at[verb] + nbytes <= self.nbytes else 0
         self._at[verb] = offset + nbytes
         extent = Extent(path=self.path, offset=offset, nbytes=nbytes, block="measure")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tiering.workload import Lane, Tier
 
@@ -25,18 +25,20 @@ class Verb(StrEnum):
     """An op that copies from HOST to DEVICE."""
     D2H = "D2H"
     """An op that copies from DEVICE to HOST."""
+    N2D = "N2D"
+    """An H2D op's work without HOST: NVME to DEVICE."""
     DROP = "DROP"
     """The bytes are given up; what they held lives elsewhere or is not needed any more."""
 
     @property
     def is_op(self) -> bool:
         """True for what does an op's work, and not a transfer around it."""
-        return self in (Verb.RUN, Verb.H2D, Verb.D2H)
+        return self in (Verb.RUN, Verb.H2D, Verb.D2H, Verb.N2D)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Bytes `lo:hi` of a block, at `address` (an offset in bytes) of the arena of its tier."""
+    """Bytes `lo:hi` of a block, at `address` (an offset in bytes) of the arena of its tier; NVME has none."""
 
     block: str
     lo: int
@@ -44,7 +46,7 @@ class Operand:
     address: int
     reads: bool
     writes: bool
-    tier: Tier = "HOST"
+    tier: Tier | Literal["NVME"] = "HOST"
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +74,11 @@ class Action:
     @property
     def nbytes(self) -> int:
         return sum([operand.hi - operand.lo for operand in self.operands])
+
+    @property
+    def read_bytes(self) -> int:
+        """What it brings from NVME."""
+        return self.operands[0].nbytes if self.verb in (Verb.READ, Verb.N2D) else 0
 
     @property
     def updates_there(self) -> bool:
@@ -182,6 +189,9 @@ def touched(action: Touching) -> Iterator[tuple[str, int, int, bool]]:
     fills, stores = verb is Verb.READ, verb is Verb.WRITE
     for operand in action.operands:
         at, lo, hi = operand.address, operand.lo, operand.hi
+        if operand.tier == "NVME":
+            yield f"NVME/{operand.block}", lo, hi, operand.writes
+            continue
         yield operand.tier, at, at + hi - lo, operand.writes or fills or verb is Verb.DROP
         if fills or stores:
             yield f"NVME/{operand.block}", lo, hi, stores

@@ -22,6 +22,7 @@ class Timeline:
 
     io_s, h2d_s, d2h_s, compute_s, update_s: how long each lane is busy. Where updates and computing share processors
     (those of the host, or those of the device), compute_s is both. serial_s: one action after the other.
+    direct_bytes: of those read, what goes straight to the device.
     """
 
     pass_s: float
@@ -35,6 +36,7 @@ class Timeline:
     written_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    direct_bytes: int = 0
 
     @property
     def limit_s(self) -> float:
@@ -68,6 +70,9 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
     """How long the action takes with all its resources to itself."""
     if action.verb is Verb.READ:
         return action.nbytes / hardware.read.per_s
+    if action.verb is Verb.N2D:
+        assert hardware.direct_read is not None, f"{action} needs a drive that reads into the device"
+        return action.read_bytes / hardware.direct_read.per_s
     if action.verb is Verb.WRITE:
         return action.nbytes / hardware.write.per_s
     if action.verb is Verb.DROP:
@@ -88,7 +93,7 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
     moved = dict.fromkeys(Verb, 0)
     for action in schedule.actions:
         moved[action.verb] += action.nbytes
-    read, written = moved[Verb.READ], moved[Verb.WRITE]
+    direct_bytes = moved[Verb.N2D] // 2  # two operands each, as the copies
     cost = alone_s(schedule, workload, hardware)
     busy = _busy_s(schedule, cost)
     pass_s = _steady(schedule, cost, hardware)[1]
@@ -102,10 +107,11 @@ def simulate(schedule: Schedule, workload: Workload, hardware: Hardware) -> Time
         compute_s=busy["compute"] + (busy["update"] if shared else 0.0),
         update_s=busy["update"],
         serial_s=busy["io"] + busy["h2d"] + busy["d2h"] + slowed_s,
-        read_bytes=read,
-        written_bytes=written,
-        h2d_bytes=moved[Verb.H2D] // 2,  # two operands each
+        read_bytes=moved[Verb.READ] + direct_bytes,
+        written_bytes=moved[Verb.WRITE],
+        h2d_bytes=moved[Verb.H2D] // 2,
         d2h_bytes=moved[Verb.D2H] // 2,
+        direct_bytes=direct_bytes,
     )
 
 
@@ -122,7 +128,8 @@ def alone_s(schedule: Schedule, workload: Workload, hardware: Hardware) -> list[
     """Seconds of each action alone, but for a drive that reads and writes share."""
     op_s = op_seconds(workload, hardware)
     cost = [seconds(action, op_s, hardware) for action in schedule.actions]
-    if not {Verb.READ, Verb.WRITE} <= {action.verb for action in schedule.actions}:
+    verbs = {action.verb for action in schedule.actions}
+    if Verb.WRITE not in verbs or verbs.isdisjoint((Verb.READ, Verb.N2D)):
         return cost
     stretch = hardware.mixed_stretch()
     return [c * stretch if a.lane == "io" else c for a, c in zip(schedule.actions, cost, strict=True)]

@@ -281,6 +281,11 @@ class BlockStore:
         if self._checksums and not found.scratch and data:
             self._refuse(found, self._checksums.compare(found, lo, data, self._committed_bytes(found)))
 
+    def to_compare(self, block: str, lo: int, hi: int) -> bool:
+        """True if `compare` would look at any of the bytes [lo, hi) of a block that were read."""
+        found = self._checked(block, lo, hi)
+        return bool(self._checksums and not found.scratch and self._checksums.pending(found, lo, hi))
+
     def commit(self, step: int, run: Mapping[str, JSON], sync: Callable[[Iterable[Path]], None]) -> None:
         """Makes all that was written since the last commit the committed state, at once and durably (I7).
 

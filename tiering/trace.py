@@ -70,7 +70,7 @@ class Figures:
 
 def kind_of(action: Action) -> tuple[str, int]:
     """`what` of an action's span, and its bytes: of a copy those of one side."""
-    if action.verb in (Verb.H2D, Verb.D2H):
+    if action.verb in (Verb.H2D, Verb.D2H, Verb.N2D):
         return action.verb, action.operands[0].nbytes
     what = action.verb if action.verb is not Verb.RUN else UPDATE if action.lane == UPDATE else COMPUTE
     return what, action.nbytes
@@ -128,10 +128,10 @@ def figures(spans: Sequence[Span], wall_s: float) -> Figures:
     for wait in of.get(WAIT, []):
         cause = wait.name.partition("[")[0].partition("#")[0]  # all tiles of a block or an op together
         stalls[cause] = stalls.get(cause, 0.0) + own_s(wait)
-    reads, writes = of.get(Verb.READ, []), of.get(Verb.WRITE, [])
+    reads, writes = [*of.get(Verb.READ, []), *of.get(Verb.N2D, [])], of.get(Verb.WRITE, [])
     return Figures(
         wall_s=wall_s,
-        read_bytes=nbytes.get(Verb.READ, 0),
+        read_bytes=nbytes.get(Verb.READ, 0) + nbytes.get(Verb.N2D, 0),
         written_bytes=nbytes.get(Verb.WRITE, 0),
         io_s=_busy([*reads, *writes]),
         compute_s=sum(map(own_s, of.get(COMPUTE, []))),

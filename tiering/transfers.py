@@ -13,9 +13,11 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from tiering.arena import Arena
+import torch
+
 from tiering.checksums import Sums
 from tiering.engine import Extent, IOEngine
+from tiering.lending import Lender
 from tiering.passes import Pass, Queued
 from tiering.schedule import Operand, Verb
 from tiering.store import BlockStore
@@ -33,16 +35,17 @@ Landed = Callable[[Pass, int, BaseException | None], None]
 
 
 class _Request(NamedTuple):
-    """Bytes of its block from `begin` on."""
+    """Bytes of its block from `begin` on. view: a tensor where they are memory of a device."""
 
     pass_: Pass
     line: int
     extent: Extent
     begin: int
-    view: memoryview
+    view: memoryview | torch.Tensor
 
     @property
     def operand(self) -> Operand:
+        """What moves, by its block."""
         return self.pass_.schedule.actions[self.line].operands[0]
 
     @property
@@ -55,7 +58,7 @@ class Transfers:
 
     def __init__(
         self,
-        arena: Arena,
+        lender: Lender,
         store: BlockStore,
         engine: IOEngine,
         trace: Trace,
@@ -64,7 +67,7 @@ class Transfers:
         queue_depth: int,
     ) -> None:
         self.queue_depth = queue_depth
-        self._arena, self._store, self._engine, self._trace = arena, store, engine, trace
+        self._lender, self._store, self._engine, self._trace = lender, store, engine, trace
         self._changed = changed
         self._tell = landed
         self._ready: list[Queued] = []
@@ -95,7 +98,7 @@ class Transfers:
             request = self._requests.popleft()
             self._in_flight += 1
             self._in_flight_bytes += request.extent.nbytes
-            submit = self._engine.submit_read if request.verb is Verb.READ else self._engine.submit_write
+            submit = self._engine.submit_write if request.verb is Verb.WRITE else self._engine.submit_read
             submit(request.extent, request.view).add_done_callback(partial(self._landed, request))
         self._issuing = 0
 
@@ -121,12 +124,13 @@ class Transfers:
     def _cut(self, pass_: Pass, index: int) -> None:
         """Cut a transfer into requests of at most LONGEST_BYTES."""
         action = pass_.schedule.actions[index]
-        (x,) = action.operands
-        extents = self._store.read_extents if action.verb is Verb.READ else self._store.write_extents
-        at, count = x.address - x.lo, 0
+        x = action.operands[0]
+        view = self._lender.moved(action.operands[-1])
+        extents = self._store.write_extents if action.verb is Verb.WRITE else self._store.read_extents
+        count = 0
         for lo in range(x.lo, x.hi, LONGEST_BYTES):
             for extent, begin, end in extents(x.block, lo, min(lo + LONGEST_BYTES, x.hi)):
-                self._requests.append(_Request(pass_, index, extent, begin, self._arena.view(begin + at, end + at)))
+                self._requests.append(_Request(pass_, index, extent, begin, view[begin - x.lo : end - x.lo]))
                 count += 1
         self._left[pass_.number, index] = [count, time.perf_counter()]
 
@@ -173,12 +177,15 @@ class Transfers:
     def _summed(self, request: _Request) -> BaseException | None:
         """Tells the store of the bytes that have moved; what is wrong with them, if anything is."""
         x, begin, view = request.operand, request.begin, request.view
+        end = begin + view.nbytes
         try:
             if request.verb is Verb.WRITE:
-                sums = self._sums.get((x.block, x.lo))
-                self._store.wrote(x.block, begin, begin + view.nbytes, view, sums)
-            else:
+                assert isinstance(view, memoryview), f"{x.block} is written from HOST, where its checksums are made"
+                self._store.wrote(x.block, begin, end, view, self._sums.get((x.block, x.lo)))
+            elif isinstance(view, memoryview):
                 self._store.compare(x.block, begin, view)
+            elif self._store.to_compare(x.block, begin, end):  # once a run: after that nothing comes to HOST
+                self._store.compare(x.block, begin, view.cpu().numpy().data)
         except BaseException as error:  # raised in a callback it would be lost, and everybody would wait for ever
             return error
         return None

@@ -13,7 +13,8 @@ from tiering.workload import COPIES, PAGE, Op, Program, Workload, pages, spread
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     """lookahead: computing ops ahead that a READ is issued. lag: computing ops that a tiled op may trail its cause.
-    tile_bytes: grain of tiled ops. ring: tiles staged at a time. copies_ahead: computing ops ahead of an H2D.
+    tile_bytes: grain of tiled ops. ring: tiles staged at a time. copies_ahead: computing ops ahead of an H2D. direct:
+    what a device reads once from NVME comes to it without a stay in HOST.
     """
 
     lookahead: int
@@ -21,6 +22,7 @@ class Knobs:
     tile_bytes: int
     ring: int
     copies_ahead: int = 1
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ _Precision = Annotated[
     Precision | None, typer.Option(help="What units compute in, on FP32 masters; default: fp32. tf32: GPU only.")
 ]
 _UpdateOn = Annotated[UpdateOn | None, typer.Option(help="Where AdamW runs beside a GPU; default: auto, the faster.")]
+_Gds = Annotated[bool, typer.Option("--gds", help="Drives can read straight into the GPU, as fast as into RAM.")]
 _Seq = Annotated[int | None, typer.Option(min=2, help=f"Tokens a sequence; default: {DEFAULT_SEQ}.")]
 _Clip = Annotated[bool, typer.Option(help="Clip the gradient norm, which defers updates.")]
 _Hardware = Annotated[Path | None, typer.Option(metavar="FILE", help="Rates found by `megatrain measure`.")]
@@ -88,6 +89,7 @@ class _Asked:
     loss_chunk: str | None
     precision: Precision | None
     update_on: UpdateOn | None
+    gds: bool
     seq: int | None
     clip: bool
     hardware: Path | None
@@ -116,6 +118,7 @@ def tierplan(
     loss_chunk: _LossChunk = None,
     precision: _Precision = None,
     update_on: _UpdateOn = None,
+    gds: _Gds = False,
     seq: _Seq = None,
     clip: _Clip = False,
     hardware: _Hardware = None,
@@ -135,7 +138,7 @@ def tierplan(
         model=model, host_memory=host_memory, device_memory=device_memory, gpu=gpu, nvme=nvme, tokens=tokens,
         micro_batch=micro_batch, loss_chunk=loss_chunk, seq=seq, clip=clip, hardware=hardware, cpu_flops=cpu_flops,
         total_tokens=total_tokens, sweep=sweep, plot=plot, precision=precision, update_on=update_on,
-        gpu_flops=gpu_flops,
+        gpu_flops=gpu_flops, gds=gds,
     )  # fmt: skip
     with reported(debug):
         if list_models or list_gpus or list_drives:
@@ -181,6 +184,7 @@ def _question(asked: _Asked) -> tuple[Question, Machine]:
         gpu_flops=asked.gpu_flops,
         precision=asked.precision or "fp32",
         update_on=asked.update_on or "auto",
+        gds=asked.gds,
     )
     name, config = resolve_model(asked.model)
     notes, seq = [], asked.seq

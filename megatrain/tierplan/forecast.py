@@ -238,13 +238,15 @@ class Forecast:
     def _activation_seconds(self) -> dict[str, tuple[float, float]]:
         """By link: its busy seconds, and those of them that activations take."""
         timeline, hardware = self.plan.timeline, self.hardware
-        moved = dict.fromkeys((Verb.READ, Verb.WRITE, Verb.H2D, Verb.D2H), 0)
+        moved = dict.fromkeys((Verb.READ, Verb.N2D, Verb.WRITE, Verb.H2D, Verb.D2H), 0)
         for action in self.main().actions:
             if action.verb in moved and self.plan.workload.blocks[action.operands[0].block].kind == ACTIVATION:
                 moved[action.verb] += action.operands[0].hi - action.operands[0].lo
         both = timeline.read_bytes > 0 and timeline.written_bytes > 0
         stretch = hardware.mixed_stretch() if both else 1.0
-        io_s = stretch * (moved[Verb.READ] / hardware.read.per_s + moved[Verb.WRITE] / hardware.write.per_s)
+        direct = hardware.direct_read or hardware.read
+        read_s = moved[Verb.READ] / hardware.read.per_s + moved[Verb.N2D] / direct.per_s
+        io_s = stretch * (read_s + moved[Verb.WRITE] / hardware.write.per_s)
         links = {"NVMe": (timeline.io_s, io_s)}
         if hardware.h2d is not None and hardware.d2h is not None:
             links["H2D"] = (timeline.h2d_s, moved[Verb.H2D] / hardware.h2d.per_s)
@@ -269,10 +271,10 @@ class Forecast:
         host, device: `Memory` by line (null: no device). host_lines: the arena's; compute_lines: beside it, where ops
         compute. placement: bytes by tier and kind. step_s: simulated; limit_s: the busiest resource alone; serial_s:
         one thing after the other; busy_s: by resource; io_s, compute_s: two of them. read, written, h2d, d2h: a step's
-        bytes on each link. flops_per_s: with the forward that backward runs again; model_flops_per_s: 6 a parameter
-        and token. update_elsewhere_s: a step with updates in the place that `update_on` is not. disk_bytes: both slots
-        and what is spilled. commit_bytes: on top of a step that commits. drives: each with its life in days of steps
-        without a pause.
+        bytes on each link; direct_read: of those read, what goes straight to the device. flops_per_s: with the forward
+        that backward runs again; model_flops_per_s: 6 a parameter and token. update_elsewhere_s: a step with updates in
+        the place that `update_on` is not. disk_bytes: both slots and what is spilled. commit_bytes: on top of a step
+        that commits. drives: each with its life in days of steps without a pause.
         """
         memory = self.device or self.host
         return {
@@ -325,6 +327,7 @@ class Forecast:
             "busy_s": timeline.busy(),
             "read_bytes": timeline.read_bytes,
             "written_bytes": timeline.written_bytes,
+            "direct_read_bytes": timeline.direct_bytes,
             "h2d_bytes": timeline.h2d_bytes,
             "d2h_bytes": timeline.d2h_bytes,
             "bytes_per_param": self.bytes_per_param,

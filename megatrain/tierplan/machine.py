@@ -15,7 +15,7 @@ from megatrain.errors import UserError
 from megatrain.programs import Precision
 from megatrain.sizes import format_size
 from megatrain.training_plan import UpdateOn
-from tiering.hardware import Drive, Hardware, Rate, all_drives, assumed_hardware
+from tiering.hardware import Drive, Hardware, Rate, all_direct, all_drives, assumed_hardware
 from tiering.hardware_file import HardwareFile, load
 
 EXAMPLE = "--nvme '4x(7.0,6.0)' (four drives of 7.0 GB/s read and 6.0 GB/s write) or --nvme '2x samsung-990-pro-4tb'"
@@ -44,12 +44,16 @@ def machine(
     gpu_flops: float | None = None,
     precision: Precision = "fp32",
     update_on: UpdateOn = "auto",
+    gds: bool = False,
 ) -> Machine:
-    """What is typed wins over what the file says. Raises UserError, or `HardwareFileError` for a file of no use."""
+    """What is typed wins over what the file says. gds: drives read into the GPU as fast as into RAM, or as the link.
+
+    Raises UserError, or `HardwareFileError` for a file of no use.
+    """
     file = None if hardware_file is None else load(hardware_file)
     on_cpu = gpu is None and device_memory is None
     if on_cpu:
-        _refuse_without_gpu(gpu_flops, precision, update_on)
+        _refuse_without_gpu(gpu_flops, precision, update_on, gds)
     drives = _drives(nvme, file)
     read, write, mixed = all_drives(drives)
     if on_cpu:
@@ -67,11 +71,21 @@ def machine(
         title = f"{title} with {format_size(device_memory)}"
     return Machine(
         title=f"{title}; {_drives_title(drives)}",
-        hardware=replace(base, read=read, write=write, mixed=mixed),
+        hardware=replace(base, read=read, write=write, mixed=mixed, direct_read=_direct_read(drives, gds, base.h2d)),
         drives=drives,
         device_memory=device_memory,
         host_memory=None if file is None else file.host.memory_bytes,
     )
+
+
+def _direct_read(drives: Sequence[Drive], gds: bool, link: Rate | None) -> Rate | None:
+    """As measured, where all drives are from the file; link: to the GPU, which those of --gds share."""
+    if link is None:
+        return None
+    if not gds:
+        return all_direct(drives)
+    slowest = min(all_drives(drives)[0], link, key=lambda rate: rate.per_s)
+    return replace(slowest, source="assumed", how="--gds: as fast as into RAM, or as the link")
 
 
 def _drives(nvme: Sequence[str], file: HardwareFile | None) -> tuple[Drive, ...]:
@@ -98,7 +112,7 @@ def _host(file: HardwareFile | None) -> Hardware:
     return replace(desktop, compute=replace(desktop.compute, how=how), update=assumed_update())
 
 
-def _refuse_without_gpu(gpu_flops: float | None, precision: Precision, update_on: UpdateOn) -> None:
+def _refuse_without_gpu(gpu_flops: float | None, precision: Precision, update_on: UpdateOn, gds: bool) -> None:
     """Raises UserError for what only a GPU can."""
     if gpu_flops is not None:
         raise UserError("--gpu-flops: the CPU computes here. Fix: --cpu-flops, or --gpu")
@@ -106,6 +120,10 @@ def _refuse_without_gpu(gpu_flops: float | None, precision: Precision, update_on
         raise UserError(
             "--precision tf32: a mode of the matrix units of a GPU, and the CPU computes here. "
             "Fix: --gpu a100-80gb, or --precision fp32 or bf16"
+        )
+    if gds:
+        raise UserError(
+            "--gds: the CPU computes here, there is no GPU to read into. Fix: --gpu rtx4090, or without --gds"
         )
     if update_on == "device":
         raise UserError("--update-on device: the CPU computes here. Fix: --gpu rtx4090, or --update-on auto")

@@ -303,9 +303,10 @@ def _refuse_uneven(question: Question) -> None:
     if not rest:
         return
     near = [tokens for tokens in (question.tokens - rest, question.tokens - rest + chunk) if tokens > 0]
-    what = f"micro-batches of {question.micro_batch} x {question.seq_len}" if question.micro_batch else "sequences"
+    each = f"{question.micro_batch} x {question.seq_len}" if question.micro_batch else f"{question.seq_len}"
+    what = "micro-batches" if question.micro_batch else "sequences"
     raise UserError(
-        f"--tokens {question.tokens} is no whole number of {what} tokens ({chunk} each). "
+        f"--tokens {question.tokens} is no whole number of {what} of {each} tokens. "
         f"Fix: --tokens {' or '.join(map(str, near))}"
     )
 

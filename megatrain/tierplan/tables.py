@@ -98,7 +98,11 @@ def _links(forecast: Forecast) -> Table:
         busy = ("", "") if busy_s is None else (format_seconds(busy_s), f"{busy_s / forecast.step_s:.0%}")
         table.add_row(name, work, marked, *busy)
 
-    row("NVMe read", format_size(timeline.read_bytes), "read", None)
+    direct = timeline.direct_bytes
+    if direct < timeline.read_bytes or not direct:
+        row("NVMe read", format_size(timeline.read_bytes - direct), "read", None)
+    if direct:
+        row("NVMe read into the device", format_size(direct), "direct_read", None)
     row("NVMe write", format_size(timeline.written_bytes), "write", None)
     table.add_row("NVMe, both", format_size(forecast.nvme_bytes), "", *_busy(timeline.io_s, forecast.step_s))
     if "h2d" in rates and "d2h" in rates:
@@ -231,5 +235,6 @@ RATE_NAMES = {
     "h2d": "PCIe to device",
     "d2h": "PCIe to host",
     "device_update": "update (AdamW on the device)",
+    "direct_read": "NVMe read into the device",
 }
 """Names of a machine's rates as people read them."""
