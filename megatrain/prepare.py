@@ -32,7 +32,7 @@ from megatrain.programs import UnitSize, forward_workload
 from megatrain.run_model import build_units, open_checkpoint
 from megatrain.sizes import format_seconds
 from megatrain.timing import ALIKE, REPEATS, UnitTime, time_units
-from megatrain.training_plan import Limits, plan_training
+from megatrain.training_plan import Choice, Limits, plan_training
 from megatrain.update_place import kept_place, place_of_updates, refuse_place
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
 from tiering.choose import choose_engine
@@ -68,7 +68,7 @@ class Prepared:
     """A run that fits. drives: that of each folder of `tiers.nvme`; hardware has all of them together. cpu: FLOP/s of
     the host, whatever computes the run. compute_lines: memory of the host beside the arena, bytes; baseline: this
     process before it starts. accelerator, room: the device that computes and its memory; None: the CPU, in HOST.
-    compiler: with `train.compile`.
+    compiler: with `train.compile`. other_place_s: as `Choice.other_s`.
     """
 
     run: RunConfig
@@ -87,6 +87,7 @@ class Prepared:
     accelerator: Accelerator | None = None
     room: DeviceRoom | None = None
     compiler: "Compiler | None" = None
+    other_place_s: float | None = None
 
     @property
     def compute_bytes(self) -> int:
@@ -160,12 +161,13 @@ def prepare(
         device_bytes=None if room is None else room.budget_bytes,
         update_on=place_of_updates(run, hardware, before or {}),
     )
-    plan = _planned(run, _costed(units, costs, times, micro_batches), hardware, limits, room)
+    choice = _planned(run, _costed(units, costs, times, micro_batches), hardware, limits, room)
     importlib.import_module("zarr")  # the store will: what it takes belongs to the baseline
     return Prepared(
         run=run,
         units=units,
-        plan=plan,
+        plan=choice.plan,
+        other_place_s=choice.other_s,
         hardware=hardware,
         cpu=cpu,
         drives=drives,
@@ -196,7 +198,7 @@ def _compiler(run: RunConfig, device: torch.device, tell: Callable[[str], None])
 
 def _planned(
     run: RunConfig, sizes: list[UnitSize], hardware: Hardware, limits: Limits, room: DeviceRoom | None
-) -> Plan:
+) -> Choice:
     """Raises BudgetError in the words of the run file."""
     with in_settings(), device_shortage(room):
         return plan_training(

@@ -23,7 +23,7 @@ from megatrain.prepare import Prepared, prepare
 from megatrain.random_state import drew_on_device
 from megatrain.schedules import schedule_lines
 from megatrain.sizes import format_size
-from megatrain.tierplan.forecast import Assumption, Forecast, Memory
+from megatrain.tierplan.forecast import Assumption, Elsewhere, Forecast, Memory
 from megatrain.tierplan.question import assumed_rates
 from megatrain.tierplan.tables import render
 from megatrain.update_place import has_moved
@@ -63,6 +63,7 @@ class PlanReport:
                 baseline=Line(what="this process before it starts", nbytes=prepared.baseline_bytes),
             ),
             device=self._device(),
+            elsewhere=self._elsewhere(),
             drives=prepared.drives,
             assumptions=(
                 *assumed_rates(hardware),
@@ -91,6 +92,11 @@ class PlanReport:
             baseline=room.context,
             given_bytes=room.given_bytes,
         )
+
+    def _elsewhere(self) -> Elsewhere | None:
+        """What the planner said of updates in the other place; None where it had no choice."""
+        step_s = self.prepared.other_place_s
+        return None if step_s is None else Elsewhere(asked=self.prepared.run.train.update_on, step_s=step_s)
 
     def as_json(self) -> dict[str, Any]:
         """All figures in bytes and seconds."""

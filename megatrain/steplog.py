@@ -55,8 +55,10 @@ KEYS = {
     "predicted_stall_s": "stall_s of the plan",
 }
 """Every row has these. Where a device has memory of its own, the copies too: see `COPIES`."""
-COPIES = ("h2d_bytes", "h2d_s", "d2h_bytes", "d2h_s")
-"""Bytes and busy seconds of copies to the device and back; with `predicted_` before them those of the plan."""
+COPIES = ("h2d_bytes", "h2d_s", "d2h_bytes", "d2h_s", "direct_bytes")
+"""Copies to the device and back, bytes and busy seconds, and bytes read straight into it; with `predicted_` before them
+those of the plan.
+"""
 MOST_CAUSES = 20
 OTHER = "other"
 WORTH_SAYING = 0.05

@@ -69,8 +69,8 @@ def plan_training(
     validates: bool = False,
     bf16: bool = False,
     candidates: Sequence[Knobs] | None = None,
-) -> Plan:
-    """The fastest plan of a training step by simulation.
+) -> Choice:
+    """The fastest plan of a training step by simulation; with `auto`, what a step is with updates in the other place.
 
     deferred: all updates are late, as clipping needs it. late: the share of them without clipping; None: chosen.
     validates: forwards alone can run too, over the same homes. bf16: ops compute with BF16 copies of the weights, which
@@ -81,7 +81,7 @@ def plan_training(
     def planned(there: bool) -> Plan:
         return _plan_for(units, hardware, limits, there, deferred, late, validates, bf16, candidates)
 
-    return _chosen(planned, hardware, limits).plan
+    return _chosen(planned, hardware, limits)
 
 
 def weigh_places(

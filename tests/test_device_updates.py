@@ -5,6 +5,7 @@ between host and device, what is refused, a gradient that is not finite, the pla
 Not here: the same schedules as values (`test_lower.py`), whole runs beside others of a device (`test_device_runs.py`).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -21,8 +22,10 @@ from test_device_lanes import edges, matters, unseen_without, without
 from test_device_runs import THERE, TIGHT, pretend
 from toy import toy_units, toy_workload
 from toy_runs import ROOMY, ToyRun, device_plan, interpreted, trained
+from typer.testing import CliRunner
 
 import tiering.manager
+from megatrain.cli import app
 from megatrain.config import load_run
 from megatrain.engine import StepEngine
 from megatrain.errors import UserError
@@ -241,7 +244,7 @@ def chosen(
 ) -> Plan:
     units = toy_units(12, 4 * MiB, 4 * MiB, flops_per_byte=1.0)
     limits = Limits(host_bytes=host, device_bytes=64 * MiB, update_on=update_on)
-    return plan_training(units, hardware, limits, deferred=deferred, bf16=bf16)
+    return plan_training(units, hardware, limits, deferred=deferred, bf16=bf16).plan
 
 
 @pytest.mark.parametrize(
@@ -349,6 +352,22 @@ def test_a_plan_says_where_updates_are_made_and_what_they_take(run_file: RunFile
         assert report["update_on"] == place and report["hardware"]["device_update"]["unit"] == "B/s"
         assert ("AdamW of the device" in device_line(prepared)) == (place == "device"), device_line(prepared)
     assert found["device"] > found["host"], found
+
+
+def test_a_plan_that_had_the_choice_says_what_the_other_place_would_take(run_file: RunFile, pretend: Pretend) -> None:
+    """P5: `megatrain plan`, in words and in the JSON; nothing where a place was asked for."""
+    pretend()
+    result = CliRunner().invoke(app, ["plan", str(run_file({**TIGHT, "train.update_on": "auto"}))])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert re.search(r"Updates run on the (device|host) \(auto\); with updates on the (host|device) a step is", said), (
+        said
+    )
+    prepared = prepare(load_run(run_file({**TIGHT, "train.update_on": "auto"})))
+    report = PlanReport(prepared=prepared).as_json()
+    assert report["update_elsewhere_s"] == prepared.other_place_s and report["step_s"] <= report["update_elsewhere_s"]
+    asked = PlanReport(prepared=prepare(load_run(run_file(THERE)))).as_json()
+    assert asked["update_elsewhere_s"] is None
 
 
 def test_updates_on_a_device_that_is_not_there_are_refused(run_file: RunFile, tmp_path: Path) -> None:

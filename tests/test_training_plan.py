@@ -30,7 +30,9 @@ def planned(balance: float, late: float | None = None, *, limits: Limits = LIMIT
     io_s = 28 * parameters / machine.read.per_s
     compute = Rate(per_s=flops / (balance * io_s), source="assumed")
     update = Rate(per_s=1e12, source="assumed")
-    return plan_training(units, replace(machine, compute=compute, update=update), limits, deferred=False, late=late)
+    return plan_training(
+        units, replace(machine, compute=compute, update=update), limits, deferred=False, late=late
+    ).plan
 
 
 def late_of(plan: Plan) -> set[str]:

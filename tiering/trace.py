@@ -48,7 +48,7 @@ class Span:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """One pass: bytes moved, seconds a lane was busy (overlaps counted once), seconds compute waited with nothing to
-    do, by cause. io_s: reads and writes together.
+    do, by cause. io_s: reads and writes together. direct_bytes: of those read, what went straight to the device.
     """
 
     wall_s: float
@@ -66,6 +66,7 @@ class Figures:
     h2d_s: float
     d2h_bytes: int
     d2h_s: float
+    direct_bytes: int
 
 
 def kind_of(action: Action) -> tuple[str, int]:
@@ -145,6 +146,7 @@ def figures(spans: Sequence[Span], wall_s: float) -> Figures:
         h2d_s=_busy(of.get(Verb.H2D, [])),
         d2h_bytes=nbytes.get(Verb.D2H, 0),
         d2h_s=_busy(of.get(Verb.D2H, [])),
+        direct_bytes=nbytes.get(Verb.N2D, 0),
     )
 
 

@@ -158,7 +158,7 @@ class Sized:
                 deferred=asked.deferred,
                 bf16=asked.bf16,
                 candidates=candidates,
-            )
+            ).plan
         except ShortError as error:
             raise self._shortage(error) from None
 
