@@ -19,6 +19,7 @@ from megatrain.config import RunConfig, load_run
 from megatrain.console import FAILED, AsJson, Debug, new_app, print_json, reported, run_app, size_option, stdout_kept
 from megatrain.errors import UserError
 from megatrain.fit import refuse_early
+from megatrain.preflight import check_files
 from megatrain.tracing import DEFAULT_STEPS, parse_trace
 from tiering.place import check_place
 
@@ -109,7 +110,7 @@ def data(
     """Say what the data looks like: counts, lengths, what is learned, every row left out; keeps the tokens."""
     with reported(debug):
         run = load_run(run_file, overrides or ())
-        run.check_files()
+        check_files(run)
         with stdout_kept(as_json):
             from megatrain.data.report import data_report
 
@@ -377,7 +378,7 @@ def doctor(
 def accepted(run_file: Path, overrides: list[str] | None) -> RunConfig:
     """The run, after every check that needs neither the model nor the device; nothing has been written yet."""
     run = load_run(run_file, overrides or ())
-    run.check_files()
+    check_files(run)
     for root in run.tiers.nvme:
         check_place(root)
     refuse_early(run)

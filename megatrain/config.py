@@ -7,7 +7,6 @@ Not here: how one value is read (`megatrain/values.py`), YAML syntax (`megatrain
 """
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -23,7 +22,6 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain.data.files import check_data_files
 from megatrain.errors import UserError
 from megatrain.faults import describe
 from megatrain.model_folder import local_folder, read_config
@@ -287,15 +285,6 @@ class RunConfig(_Section):
                 "know all gradients before the first update. Fix: leave it out"
             )
         return self
-
-    def check_files(self) -> None:
-        """Raises UserError for a model, data or tokenizer file that is missing, or an output folder that is a file."""
-        check_data_files(self.data, self.model.json_config()["model_type"])
-        nearest = next(path for path in (self.output.dir, *self.output.dir.parents) if path.exists())
-        if not nearest.is_dir():
-            raise UserError(f"output.dir: {self.output.dir}: {nearest} is a file, not a folder. Fix: another folder")
-        if not os.access(nearest, os.W_OK | os.X_OK):
-            raise UserError(f"output.dir: {self.output.dir}: no right to write in {nearest}. Fix: another folder")
 
     def numerics(self) -> dict[str, Any]:
         """The JSON-able items that decide the numbers of a run, apart from what the data holds.

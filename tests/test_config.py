@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatrain.config import RunConfig, dump_run, load_run
 from megatrain.errors import UserError
 from megatrain.faults import known_keys
+from megatrain.preflight import check_files
 from megatrain.sizes import format_rate, format_seconds, format_size, parse_size
 
 
@@ -323,7 +324,7 @@ def test_missing_files_are_refused_before_anything_heavy(run_file: Any, changes:
     """CF-05, IO-16: the files of a run are looked for before a model is built, and nothing is written."""
     run = load_run(run_file(changes))
     with pytest.raises(UserError) as caught:
-        run.check_files()
+        check_files(run)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -338,7 +339,7 @@ def test_damaged_model_configuration_is_refused(run_file: Any, tmp_path: Path, c
         {"model": {"path": str(tmp_path)}, "data.tokenizer": "bytes"},
     ):
         with pytest.raises(UserError, match=words):
-            load_run(run_file(changes)).check_files()
+            check_files(load_run(run_file(changes)))
 
 
 def test_model_folder_brings_its_tokenizer(run_file: Any, tmp_path: Path) -> None:
@@ -347,9 +348,9 @@ def test_model_folder_brings_its_tokenizer(run_file: Any, tmp_path: Path) -> Non
     run = load_run(run_file({"model": {"path": str(tmp_path)}, "data.tokenizer": ...}))
     assert run.data.tokenizer == tmp_path
     with pytest.raises(UserError, match=r"data\.tokenizer"):
-        run.check_files()
+        check_files(run)
     (tmp_path / "tokenizer.json").write_text("{}")
-    run.check_files()
+    check_files(run)
     assert run.data.tokenizer_file == tmp_path / "tokenizer.json"
 
 
@@ -411,7 +412,7 @@ def test_run_is_frozen(run_file: Any) -> None:
 
 def test_demo_run_file_is_valid() -> None:
     """The run file of `make demo` loads, and the files it names exist."""
-    load_run(Path(__file__).parent.parent / "tools" / "demo.yaml").check_files()
+    check_files(load_run(Path(__file__).parent.parent / "tools" / "demo.yaml"))
 
 
 def test_known_keys_are_the_documented_ones() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatrain.config import dump_run, load_run
 from megatrain.errors import UserError
+from megatrain.preflight import check_files
 from tests.chat_tokenizer import save_tokenizer, turns, write_rows
 
 CHAT = {"kind": "chat", "paths": "/data/x.jsonl", "tokenizer": "/models/m", "seq_len": 8}
@@ -66,7 +67,7 @@ def test_missing_data_files_are_refused_before_anything_heavy(run_file: Any, tmp
     """CF-05: data, template and validation data are looked for by name."""
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": turns("q", "a")}])
     chat = {**CHAT, "paths": str(path), "tokenizer": str(save_tokenizer(tmp_path / "tokenizer"))}
-    load_run(run_file({"data": chat})).check_files()
+    check_files(load_run(run_file({"data": chat})))
     for changes, words in (
         ({"paths": "/nowhere.jsonl"}, "/nowhere.jsonl does not exist"),
         ({"validation": "/nowhere.jsonl"}, "/nowhere.jsonl does not exist"),
@@ -74,7 +75,7 @@ def test_missing_data_files_are_refused_before_anything_heavy(run_file: Any, tmp
         ({"tokenizer": "/nowhere"}, "data.tokenizer: /nowhere is not a file"),
     ):
         with pytest.raises(UserError) as caught:
-            load_run(run_file({"data": {**chat, **changes}})).check_files()
+            check_files(load_run(run_file({"data": {**chat, **changes}})))
         assert words in str(caught.value), changes
 
 

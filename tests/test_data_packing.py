@@ -22,6 +22,7 @@ from megatrain.data.packing import pack
 from megatrain.data.run_data import RunData
 from megatrain.errors import UserError
 from megatrain.model import model_config
+from megatrain.preflight import check_files
 from tests.chat_tokenizer import VOCAB_SIZE, chat_config, save_tokenizer, turns, write_rows
 from tests.families import FAMILIES
 from tests.models import MODELS
@@ -178,6 +179,6 @@ def test_packing_is_refused_by_the_name_of_the_model(tmp_path: Path, run_file: A
             "packing": True,
         },
     }
-    load_run(run_file(changes)).check_files()
+    check_files(load_run(run_file(changes)))
     with pytest.raises(UserError, match=r"data\.packing: .* not shown for opt, only for cohere, "):
-        load_run(run_file({**changes, "model": {"config": FAMILIES["opt"]}})).check_files()
+        check_files(load_run(run_file({**changes, "model": {"config": FAMILIES["opt"]}})))

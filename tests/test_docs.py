@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from megatrain.cli import app
 from megatrain.config import RunConfig, load_run
 from megatrain.faults import known_keys
+from megatrain.preflight import check_files
 from tiering.store import BlockStore, StoredBlock, TensorSpec
 from tiering.workload import PAGE
 
@@ -157,7 +158,7 @@ def test_the_run_file_of_the_readme_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox\n")
     where = {"data.paths": tmp_path / "text.txt", "tiers.nvme": tmp_path / "nvme", "output.dir": tmp_path / "out"}
     run = load_run(path, [f"{key}={value}" for key, value in where.items()])
-    run.check_files()
+    check_files(run)
     assert run.train.steps == 200
     assert load_run(path).tiers.host_memory == 32 << 20, "the paths as written are paths too"
 

@@ -47,6 +47,7 @@ from megatrain.data.run_data import open_data
 from megatrain.errors import UserError
 from megatrain.fit import refuse_early
 from megatrain.model import build, find_units, model_config
+from megatrain.preflight import check_files
 from megatrain.snapshot import FILE_NAME as SNAPSHOT_NAME
 from megatrain.snapshot import read_snapshot
 from megatrain.trainer import train
@@ -375,7 +376,7 @@ def model_configs(folder: Path) -> Try:
     def attempt(chance: random.Random) -> None:
         path.write_bytes(as_json(chance, chance.choice(models)))
         run = load_run(folder / "run.yaml")
-        run.check_files()
+        check_files(run)
         refuse_early(run)
         find_units(build(model_config(run.model.json_config())))
 

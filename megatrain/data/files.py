@@ -5,14 +5,11 @@ Not here: the sections of the run file (`megatrain/config.py`), reading the data
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatrain.config import DataConfig
 from megatrain.data.chat_sources import list_chat_sources
 from megatrain.data.sources import ARRAY_SUFFIXES, TEXT_SUFFIXES, list_sources
 from megatrain.errors import UserError
-
-if TYPE_CHECKING:
-    from megatrain.config import DataConfig
 
 PACKED_MODEL_TYPES = frozenset(
     "cohere deepseek_v3 falcon gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_neox granite llama ministral "
@@ -22,7 +19,7 @@ PACKED_MODEL_TYPES = frozenset(
 one alone, to the rounding of another matrix size (`tests/test_data_packing.py`). OPT and GPT-OSS do not."""
 
 
-def check_data_files(data: "DataConfig", model_type: str) -> None:
+def check_data_files(data: DataConfig, model_type: str) -> None:
     """Raises UserError for data, a tokenizer or a template that is not there, and for packing with another model."""
     validation = (str(data.validation),) if isinstance(data.validation, Path) else ()
     if data.kind == "chat":
