@@ -30,6 +30,7 @@ import tiering.manager
 from megatrain.cli import app
 from megatrain.config import load_run
 from megatrain.prepare import prepare
+from megatrain.programs import WEIGHT_BF16
 from megatrain.tierplan.command import app as tierplan
 from megatrain.verify import verify
 from tiering import gds
@@ -70,6 +71,29 @@ def test_what_is_read_straight_into_the_device_changes_no_byte(
         found = trained(made, tmp_path / str(seed), OutOfOrderLanes(seed), serial=serial)
         unlike = wanted.unlike(found)
         assert not unlike, f"seed {seed}: {unlike[:4]}\n{made.schedules['step'].text()}"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_spilled_activations_come_back_straight(tmp_path: Path, place: str) -> None:
+    """I2, P1: what forward left on NVMe, and what has no checksum, where RAM holds neither weights nor activations."""
+    units = toy_units(LAYERS, 3 * PAGE, 5 * PAGE, activation=12 * PAGE)
+    spilling = toy_workload(units, "fused")
+    made = device_plan(spilling, 60 * PAGE, None, update_there=PLACES[place], direct=True)
+    found = {a.operands[0].block for a in made.schedules["step"].actions if a.verb is Verb.N2D}
+    assert {spilling.blocks[name].life for name in found} == {"durable", "passing"}, found
+    unlike = interpreted(spilling).unlike(trained(made, tmp_path / "s", OutOfOrderLanes(1)))
+    assert not unlike, unlike[:4]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_copies_of_half_the_bytes_are_read_straight_too(tmp_path: Path, place: str) -> None:
+    """I2, P1: weights that ops compute with in BF16, and the FP32 ones where the device updates."""
+    halves = toy_workload(toy_units(LAYERS, 3 * PAGE, 5 * PAGE, activation=2 * PAGE), "fused", bf16=True)
+    made = device_plan(halves, 30 * PAGE, None, update_there=PLACES[place], direct=True)
+    kinds = {a.operands[0].block.rpartition("/")[2] for a in made.schedules["step"].actions if a.verb is Verb.N2D}
+    assert WEIGHT_BF16 in kinds and ("weight" in kinds) == PLACES[place], kinds
+    unlike = interpreted(halves).unlike(trained(made, tmp_path / "s", OutOfOrderLanes(1)))
+    assert not unlike, unlike[:4]
 
 
 def test_updates_of_the_device_read_both_moments_straight_into_it(tmp_path: Path) -> None:
