@@ -15,7 +15,8 @@ step of a visit fills the pipeline and is not counted.
 - `io_s`: the seconds of the step's own list of requests, same sizes, order and number in flight, with nothing else
   running and none waiting for another; the mean of what it takes right before the tiered visit and right after. Many
   drives are faster after a rest (virtual ones save up a credit, others have a cache), and they rest while computing is
-  measured: first of all the list is carried out until two times in a row agree, so that no side has the credit.
+  measured: first of all the list is carried out until two times in a row agree, six times at most, so that no side has
+  the credit.
 - `limit_s = max(compute_s, io_s)` and `fraction = limit_s / step_s`: 1 is a step that hides all but its busiest part.
 
 Of all rounds the median is told. `fraction` is the median of the rounds' own: a drive that changes its speed from one

@@ -38,7 +38,7 @@ BEYOND_CACHE = 512 << 20
 """Bytes: more than the last cache of usual machines holds."""
 RANDOM_BYTES = 8 << 20
 MOST_PASSES, ALIKE = 6, 0.03
-"""Until two times in a row differ by less than this share of them."""
+"""So often at most, until two times in a row differ by less than this share of them."""
 
 
 def resident_plan(prepared: Prepared) -> Plan:

@@ -7,6 +7,7 @@ Not here: the measurements (`tiering/measure_disk.py`, `tiering/measure_memory.p
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from tiering.hardware_file import (
 from tiering.limits import memory_limit
 from tiering.measure import io_steals
 from tiering.measure_device import device_copy_rates, first_device
-from tiering.measure_disk import DEPTHS, QUICK_DEPTHS, GiB, direct_read_rate, measure_drive
+from tiering.measure_disk import DEPTHS, QUICK_BYTES, QUICK_DEPTHS, GiB, direct_read_rate, measure_drive
 from tiering.measure_memory import (
     COPY_BYTES,
     compute_rate,
@@ -123,7 +124,10 @@ def _drive(
         )
         direct = None
         if device is not None and not engine.device_refusal:
-            direct = direct_read_rate(path, engine, device, memory=min(memory, 128 * MiB), depth=rates.queue_depth)
+            found = direct_read_rate(path, engine, device, memory=min(memory, 128 * MiB), depth=rates.queue_depth)
+            lasting = rates.read.sustained.per_s  # it was a short run, and no drive gives more for long
+            direct = replace(found, per_s=min(found.per_s, lasting), how=f"{found.how}; at most the sustained rate")
+            rates = replace(rates, written_bytes=rates.written_bytes + QUICK_BYTES)
     return DriveEntry.of(path, facts, rates, direct)
 
 

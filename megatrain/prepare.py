@@ -35,9 +35,10 @@ from megatrain.timing import ALIKE, REPEATS, UnitTime, time_units
 from megatrain.training_plan import Choice, Limits, plan_training
 from megatrain.update_place import kept_place, place_of_updates, refuse_place
 from megatrain.workspace import LOGITS, WORKING_ROOM, compute_lines, seen
-from tiering.choose import choose_engine
+from tiering import gds
 from tiering.device import updates_there
-from tiering.hardware import Drive, Hardware, Rate, assumed_hardware, together
+from tiering.errors import TieringError
+from tiering.hardware import Drive, Hardware, Rate, all_direct, assumed_hardware
 from tiering.hardware_file import load
 from tiering.lanes import Lanes
 from tiering.manager import TRIAL_BYTES
@@ -229,8 +230,8 @@ def _measured(
         used = tuple(drive for drive in file.drives if drive in entries)
         drives = tuple(shared(entry.drive(), entries.count(entry)) for entry in entries)
         hardware = file.model_copy(update={"drives": used}).hardware(on_device=accelerator is not None)
-        if run.tiers.direct_reads == "off":
-            hardware = replace(hardware, direct_read=None)
+        if accelerator is not None and room is not None:
+            hardware = _with_direct_reads(hardware, run, accelerator, room)
         return hardware, drives, file.host.compute.rate()
     text = units.model.config.get_text_config()
     tokens = run.train.micro_batch * run.data.seq_len
@@ -241,24 +242,35 @@ def _measured(
     dtype = compute_dtype(run.train.precision)
     if accelerator is not None and room is not None:
         hardware = accelerator.rates(width, tokens, room.budget_bytes, clips).beside(hardware)
-        hardware = replace(hardware, direct_read=_direct_read(run, accelerator, room, hardware.queue_depth))
+        hardware = _with_direct_reads(hardware, run, accelerator, room)
     elif dtype != torch.float32:
         hardware = replace(hardware, compute=compute_rate(*product_shape(width, tokens, budget), dtype=dtype))
     return hardware, drives, first.compute
 
 
-def _direct_read(run: RunConfig, accelerator: Accelerator, room: DeviceRoom, depth: int) -> Rate | None:
-    """`Hardware.direct_read` of all drives together, where a real transfer works; None where it is not wanted."""
-    if run.tiers.direct_reads == "off" or run.tiers.engine == "posix":
-        return None
-    engine, _ = choose_engine(run.tiers.engine, run.tiers.nvme[0], device=accelerator.device)
-    with engine:
-        if engine.device_refusal:
-            return None
-        paths = [path for path, *_ in by_drive(run.tiers.nvme)]
-        memory = min(room.budget_bytes, TRIAL_BYTES)
-        rates = [direct_read_rate(path, engine, accelerator.device, memory=memory, depth=depth) for path in paths]
-    return together(rates)
+def _with_direct_reads(hardware: Hardware, run: RunConfig, accelerator: Accelerator, room: DeviceRoom) -> Hardware:
+    """With `Hardware.direct_read` as the file has it, or measured, where a real transfer from each drive works; without
+    one otherwise, and where everything is to pass through RAM.
+    """
+    unknown = replace(hardware, direct_read=None)
+    known = hardware.direct_read if run.tiers.hardware is not None else None
+    if run.tiers.direct_reads == "off" or run.tiers.engine == "posix" or (run.tiers.hardware and known is None):
+        return unknown
+    groups = by_drive(run.tiers.nvme)
+    paths = [path for path, *_ in groups]
+    for path in paths:
+        probe = gds.DeviceProbe(refusal="no kvikio") if gds.probe(path) else gds.probe_device(path, accelerator.device)
+        if probe.refusal or probe.path == gds.COMPAT:  # kvikio would itself go through RAM
+            return unknown
+    if known is not None:
+        return hardware
+    depth, memory = max(1, hardware.queue_depth // len(groups)), min(room.budget_bytes, TRIAL_BYTES)
+    try:
+        with gds.KvikioEngine() as engine:
+            rates = [direct_read_rate(path, engine, accelerator.device, memory=memory, depth=depth) for path in paths]
+    except (TieringError, torch.OutOfMemoryError):  # a run does not depend on it
+        return unknown
+    return replace(hardware, direct_read=all_direct(rates, hardware.h2d))
 
 
 def _timed(

@@ -94,7 +94,7 @@ class PlanReport:
         )
 
     def _elsewhere(self) -> Elsewhere | None:
-        """What the planner said of updates in the other place; None where it had no choice."""
+        """What the planner said of updates in the other place; None where that was not tried or does not fit."""
         step_s = self.prepared.other_place_s
         return None if step_s is None else Elsewhere(asked=self.prepared.run.train.update_on, step_s=step_s)
 

@@ -33,7 +33,7 @@ KEYS = {
     "wall_s": "seconds since the row before; a commit in between is in it, a validation is not",
     "commit_s": "seconds of the commit after the step; null where none followed",
     "validation_loss": "mean over the supervised tokens of the held-out rows, after the step; null where none followed",
-    "read_bytes": "from NVMe to RAM",
+    "read_bytes": "from NVMe",
     "written_bytes": "from RAM to NVMe",
     "update_bytes": "read or written by updates, where they run",
     "io_s": "seconds with at least one transfer in flight",

@@ -147,7 +147,7 @@ def _plan_for(
     most_s = _WORTH * plain.timeline.pass_s
     if deferred or late is not None or candidates is not None or plain.timeline.limit_s > most_s:
         return plain
-    knobs = plain.knobs
+    knobs = replace(plain.knobs, direct=False)  # it is tried again
     thrifty = replace(knobs, lookahead=min(2, knobs.lookahead), ring=min(4, knobs.ring))
     try:
         other = planned(_SHARE, list(dict.fromkeys([knobs, thrifty])))

@@ -23,7 +23,7 @@ from megatrain.optim import TiledAdamW
 from megatrain.prepare import Prepared, prepare
 from megatrain.programs import block_name
 from megatrain.trainer import tensor_specs
-from tiering.engine import Extent, IOEngine
+from tiering.engine import Extent, IOEngine, View
 from tiering.lanes import Lanes
 from tiering.manager import Manager, scratch_blocks, stored_blocks
 from tiering.posix import PosixEngine
@@ -45,6 +45,12 @@ class Wrapped:
 
     def submit_write(self, extent: Extent, view: memoryview) -> Future[int]:
         return self.inner.submit_write(extent, view)
+
+    def register(self, view: View) -> str:
+        return self.inner.register(view)
+
+    def deregister(self, view: View) -> None:
+        self.inner.deregister(view)
 
     def sync(self, paths: Iterable[Path]) -> None:
         self.inner.sync(paths)

@@ -95,8 +95,9 @@ class _DriverEvent:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
-    """The current stream is "current"; a copy is noted with the stream that it is on."""
+    """The current stream is "default" at first; a copy is noted with the stream that it is on."""
     made = _Driver()
+    current = [_DriverStream(made, "default")]
 
     @contextmanager
     def on(stream: _DriverStream) -> Iterator[None]:
@@ -110,7 +111,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
         "Stream": made.stream,
         "Event": made.event,
         "stream": on,
-        "current_stream": lambda device: _DriverStream(made, "current"),
+        "current_stream": lambda device: current[-1],
+        "set_stream": current.append,
+        "empty_cache": lambda: None,
         "synchronize": lambda device: made.log.append("device: wait"),
         "cudart": lambda: made,
     }
@@ -118,6 +121,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Driver]:
         monkeypatch.setattr(torch.cuda, name, value)
     yield made
     assert not made.locked, f"still locked: {made.locked}"
+    assert current[-1].name == "default", f"left on {current[-1].name}"
 
 
 def cuda_lanes() -> CudaLanes:
@@ -144,7 +148,7 @@ def test_importing_the_lanes_touches_no_driver() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
-def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(driver: _Driver) -> None:
+def test_a_copy_waits_on_its_own_stream_and_computing_on_one_that_is_not_the_default(driver: _Driver) -> None:
     """I2, I3: for the ends of what they come after; and each is timed between its waits and its end."""
     with Arena(2 * PAGE) as host:
         lanes = cuda_lanes()
@@ -156,7 +160,7 @@ def test_a_copy_waits_on_its_own_stream_and_computing_on_the_current_one(driver:
         back = lanes.copy("d2h", lanes.tensor(0, PAGE), host.tensor(PAGE, 2 * PAGE), [first, op])
         asked = driver.log.copy()
         lanes.close()
-    h2d, current, d2h = "stream 1", "current", "stream 2"
+    h2d, current, d2h = "stream 1", "stream 4", "stream 2"
     assert asked == [
         *(f"{h2d}: begin", f"{h2d}: copy", f"{h2d}: end"),
         *(f"{current} waits for {h2d}", f"{current}: begin", f"{current}: end"),

@@ -5,6 +5,7 @@ Not here: kvikio, which moves memory of a real device (`test_gds.py`); copies an
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -35,10 +36,14 @@ from megatrain.tierplan.command import app as tierplan
 from megatrain.verify import verify
 from tiering import gds
 from tiering.check import check
+from tiering.engine import View
 from tiering.errors import DamagedStateError, IOFailedError, ScheduleError
-from tiering.hardware import Rate
+from tiering.hardware import Drive, Rate, all_direct
+from tiering.measure import shared
+from tiering.measure_disk import direct_read_rate
 from tiering.passes import on_device
 from tiering.plan import Plan, make_plan
+from tiering.posix import PosixEngine
 from tiering.schedule import Verb
 from tiering.workload import PAGE, Workload
 
@@ -173,19 +178,34 @@ def test_a_read_that_does_not_wait_for_the_device_is_seen(
 
 
 def test_a_direct_read_of_old_bytes_is_refused_before_anything_moves() -> None:
-    """I2: a direct read that stands before the WRITE of its bytes does not pass the proof."""
+    """I2: one that stands before the WRITE of its bytes does not pass the proof."""
+    units = toy_units(LAYERS, 3 * PAGE, 5 * PAGE, activation=12 * PAGE)
+    spilling = toy_workload(units, "fused")
+    made = device_plan(spilling, 60 * PAGE, None, update_there=True, direct=True)
+    step = made.schedules["step"]
+    reads = {a.operands[0].block: line for line, a in enumerate(step.actions) if a.verb is Verb.N2D}
+    block = next(name for name in reads if spilling.blocks[name].life == "passing")
+    late = next(n for n, a in enumerate(step.actions) if a.verb is Verb.WRITE and a.operands[0].block == block)
+    drop = next(n for n, a in enumerate(step.actions) if a.verb is Verb.DROP and a.operands[0].block == block)
+    order = [line for line in range(len(step.actions)) if line not in (late, drop)]
+    order[order.index(reads[block]) + 1 : order.index(reads[block]) + 1] = [late, drop]
+    broken = replace(step, actions=tuple(replace(step.actions[line], after=()) for line in order))
+    with pytest.raises(ScheduleError, match=rf"I2: {re.escape(block)}.* on NVME is not its newest version"):
+        check(made.workload, made.placement, broken, whole=False)
+
+
+@pytest.mark.parametrize("verb", [Verb.N2D, Verb.H2D, Verb.RUN])
+def test_a_verb_that_does_not_fit_where_its_bytes_are_is_refused(verb: Verb) -> None:
+    """I2: an N2D of bytes in HOST would read others, and a copy or an op of bytes on NVME would be lent anything."""
     made = plan("fused", "roomy", there=True)
     step = made.schedules["step"]
-    late = next(a for a in step.actions if a.verb is Verb.N2D and a.operands[0].block.endswith("exp_avg"))
-    writes = [
-        line
-        for line, a in enumerate(step.actions)
-        if a.verb is Verb.WRITE and a.operands[0].block == late.operands[0].block
-    ]
-    actions = [a for line, a in enumerate(step.actions) if line not in writes]
-    broken = replace(step, actions=tuple(replace(a, after=()) for a in actions))
-    with pytest.raises(ScheduleError, match="I[24]"):
-        check(made.workload, made.placement, broken)
+    line = next(n for n, a in enumerate(step.actions) if a.verb is Verb.N2D)
+    x, target = step.actions[line].operands
+    wrong = (replace(x, tier="HOST"), target) if verb is Verb.N2D else (x, target)
+    actions = list(step.actions)
+    actions[line] = replace(actions[line], verb=verb, operands=wrong)
+    with pytest.raises(ScheduleError, match=f"{verb} does not lead from"):
+        check(made.workload, made.placement, replace(step, actions=tuple(actions)))
 
 
 def test_damage_is_found_where_bytes_go_straight_to_the_device(tmp_path: Path) -> None:
@@ -238,17 +258,50 @@ def test_a_model_whose_weights_skip_ram_gives_the_bits_of_the_cpu(
         assert state(elsewhere, root) == wanted[1]
 
 
+def rate(per_s: float) -> Rate:
+    return Rate(per_s=per_s, source="measured", how="measured: for tests", date="2026-01-01")
+
+
+def test_drives_together_read_no_faster_into_a_device_than_its_link_and_all_of_them_must() -> None:
+    """P5: what several drives do is a sum, one that cannot makes it none, and no link no device."""
+    assert all_direct([rate(1e9), rate(2e9)], rate(25e9)) == replace(
+        rate(3e9), source="derived", how="sum of 2 drives: measured: for tests"
+    )
+    assert all_direct([rate(20e9), rate(20e9)], rate(25e9)) == rate(25e9)
+    assert all_direct([rate(1e9), None], rate(25e9)) is None
+    assert all_direct([rate(1e9)], None) is None
+    half = shared(Drive(name="d", read=rate(2e9), write=rate(2e9), direct_read=rate(2e9)), 2)
+    assert half.direct_read is not None and half.direct_read.per_s == 1e9
+
+
+def test_a_rate_into_a_device_is_that_of_reads_into_it(tmp_path: Path) -> None:
+    """P5: every byte of the file once, into memory of the device, which the engine was told of."""
+    seen: list[torch.Tensor] = []
+
+    class Seeing(PosixEngine):
+        def register(self, view: View) -> str:
+            assert isinstance(view, torch.Tensor)
+            seen.append(view)
+            return ""
+
+    with Seeing() as engine:
+        found = direct_read_rate(tmp_path, engine, torch.device("cpu"), memory=16 << 20, depth=4)
+    assert found.per_s > 0 and found.source == "measured" and found.how.startswith("into memory of cpu, read: 192 MiB")
+    assert [view.numel() for view in seen] == [4 * (2 << 20)]
+
+
 Pretend = Callable[..., list[OutOfOrderLanes]]
 
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch, pretend: Pretend) -> list[DirectEngine]:  # noqa: F811
-    """A pretend device that drives can read into; returns the engines that were used."""
+    """A pretend device that pretend drives can read into; returns the engines that were used."""
     opened, engines = pretend(), []
-    rate = Rate(per_s=1e12, source="assumed", how="assumed: a pretend drive")
-    monkeypatch.setattr(
-        megatrain.prepare, "_direct_read", lambda run, *args: None if run.tiers.direct_reads == "off" else rate
-    )
+    monkeypatch.setattr(gds, "probe", lambda path: None)
+    monkeypatch.setattr(gds, "probe_device", lambda path, device: gds.DeviceProbe(path="gds"))
+    monkeypatch.setattr(gds, "KvikioEngine", lambda *args, **kwargs: PosixEngine())
+    monkeypatch.setattr(megatrain.prepare, "direct_read_rate", lambda *args, **kwargs: rate(1e12))
+    monkeypatch.setattr(megatrain.prepare, "all_direct", lambda rates, link: rates[0])
 
     def chosen(*args: Any, **kwargs: Any) -> tuple[DirectEngine, str]:
         engines.append(DirectEngine(opened[-1]))
@@ -306,25 +359,49 @@ def test_a_run_that_reads_straight_into_a_gpu_equals_the_plain_loop(
     reason = gds.probe(tmp_path) or gds.probe_device(tmp_path, torch.device("cuda", 0)).refusal
     if reason:
         pytest.skip(f"kvikio cannot work here: {reason}")
-    rate = Rate(per_s=1e12, source="assumed", how="assumed: so that it is planned")
-    monkeypatch.setattr(megatrain.prepare, "_direct_read", lambda *args: rate)
+    monkeypatch.setattr(megatrain.prepare, "direct_read_rate", lambda *args, **kwargs: rate(1e12))
     run = load_run(run_file({**settings, **DEEP, "device": "cuda", "tiers.engine": "kvikio"}))
     assert prepare(run).plan.knobs.direct
     result = verify(run, 3, QUIET)
     assert result["identical"], {key: result[key] for key in ("losses", "plain_losses", "differing")}
 
 
+@pytest.mark.usefixtures("known_machine", "direct")
+@pytest.mark.parametrize("why", ["off", "posix", "no kvikio", "refused", "through RAM", "fails"])
+def test_nothing_is_read_straight_where_that_was_not_asked_for_or_does_not_work(
+    run_file: RunFile, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """P6, EN-02: a run goes on without it; and none depends on how fast it is."""
+    changes: dict[str, Any] = {**THERE, **DEEP}
+    assert prepare(load_run(run_file(changes))).plan.knobs.direct
+    probes = {"refused": gds.DeviceProbe(refusal="no cuFile here"), "through RAM": gds.DeviceProbe(path=gds.COMPAT)}
+    if why == "off":
+        changes["tiers.direct_reads"] = "off"
+    elif why == "posix":
+        changes["tiers.engine"] = "posix"
+    elif why == "no kvikio":
+        monkeypatch.setattr(gds, "probe", lambda path: why)
+    elif why == "fails":
+
+        def fails(*args: object, **kwargs: object) -> Rate:
+            raise IOFailedError("the second drive cannot")
+
+        monkeypatch.setattr(megatrain.prepare, "direct_read_rate", fails)
+    else:
+        monkeypatch.setattr(gds, "probe_device", lambda path, device: probes[why])
+    prepared = prepare(load_run(run_file(changes)))
+    assert prepared.hardware.direct_read is None and not prepared.plan.knobs.direct
+
+
 @pytest.mark.usefixtures("known_machine")
-def test_a_plan_that_reads_straight_is_refused_by_an_engine_that_cannot(
+def test_an_engine_that_cannot_is_refused_before_it_is_given_device_memory(
     run_file: RunFile, tmp_path: Path, direct: list[DirectEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EN-02, P6: a hardware file of another machine; one error with the key, and nothing is written."""
+    """EN-02, P6: should the drive have changed its mind since it was tried; one error, with the key."""
     monkeypatch.setattr(DirectEngine, "device_refusal", "no cuFile here")
-    file = run_file({**THERE, **DEEP})
-    assert prepare(load_run(file)).plan.knobs.direct
-    result = CliRunner().invoke(app, ["train", str(file)])
+    result = CliRunner().invoke(app, ["train", str(run_file({**THERE, **DEEP}))])
     assert result.exit_code == 2 and "no cuFile here" in result.output, result.output
-    assert "Fix: tiers.direct_reads: off" in result.output
+    assert "Fix: tiers.direct_reads: off" in result.output and direct[-1].read_bytes == 0
 
 
 def test_tierplan_says_what_goes_straight_to_the_gpu() -> None:
@@ -336,7 +413,7 @@ def test_tierplan_says_what_goes_straight_to_the_gpu() -> None:
         result = CliRunner().invoke(tierplan, [*asked, *([flag] if flag else [])])
         assert result.exit_code == 0, result.output
         found[flag] = json.loads(result.stdout)
-    assert found[""]["direct_read_bytes"] == 0
+    assert found[""]["direct_read_bytes"] == 0 < found["--gds"]["direct_read_bytes"]
     assert found["--gds"]["step_s"] <= found[""]["step_s"] * 1.001
     refused = CliRunner().invoke(tierplan, ["--model", "gpt2", "--nvme", "7.0,6.0", "--gds"])
     assert refused.exit_code == 2 and "--gds: the CPU computes here" in refused.output, refused.output

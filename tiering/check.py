@@ -178,6 +178,12 @@ class _Memory:
         return None
 
 
+_WAYS = {
+    Verb.H2D: (("HOST", True, False), ("DEVICE", False, True)),
+    Verb.D2H: (("DEVICE", True, False), ("HOST", False, True)),
+    Verb.N2D: (("NVME", True, False), ("DEVICE", False, True)),
+}
+"""Tier, reads and writes of the operands of a copy. NVME is named in no other action: READ and WRITE imply it."""
 _STEPS = {Verb.READ: _Memory._read, Verb.WRITE: _Memory._write, Verb.DROP: _Memory._drop}
 """What does no op's work; everything else is `_Memory._run`."""
 
@@ -212,9 +218,15 @@ def _raise(schedule: Schedule, fault: str | None, index: int | None, action: Act
 
 
 def _prove_bounds(workload: Workload, schedule: Schedule) -> None:
-    """Every operand lies in the arena of its block's tier; what a last pass leaves out neither computes nor stores."""
+    """Every operand lies in the arena of its block's tier, a copy leads from where to where its verb says; what a last
+    pass leaves out neither computes nor stores.
+    """
     arenas = {"HOST": schedule.host_bytes, "DEVICE": schedule.device_bytes}
     for action in (*schedule.lead_in, *schedule.actions):
+        ways = tuple((x.tier, x.reads, x.writes) for x in action.operands)
+        way = _WAYS.get(action.verb)
+        if ways != way if way is not None else any(tier == "NVME" for tier, _, _ in ways):
+            raise ScheduleError(f"schedule {schedule.name}: {action.verb} does not lead from {ways}")
         for x in action.operands:
             if x.tier == "NVME":
                 continue  # what is not there is stale there

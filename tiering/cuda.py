@@ -1,10 +1,12 @@
-"""A CUDA (or HIP) device as lanes: two streams for copies, one for updates, the current stream for computing, one
-allocation.
+"""A CUDA (or HIP) device as lanes: two streams for copies, one for updates, one for computing, one allocation.
 
 Scope: `CudaLanes`; locking the arena of HOST for copies, or what it costs not to, on the NUMA node of the device; times
 of the device in the clock of the host.
 Not here: what is issued when (`pipeline.py`), how much may be locked (`pinning.py`), which node (`numa.py`), what an op
 computes (the caller).
+
+Computing has a stream of its own, which is the current one of the thread that opened the lanes for as long as they are
+open: kvikio waits for the default stream before it moves memory of the device, and nothing is on that.
 
 Updates have a stream of their own: on that of computing, the next op would wait for the moments of the one before,
 which are still on their way. torch's allocator gives memory back to the stream that it was taken on. What an update
@@ -112,10 +114,13 @@ class CudaLanes:
         self._host: Arena | None = None
         self._arena: torch.Tensor | None = None
         self._computing: CudaEvent | None = None
+        self._before: torch.cuda.Stream | None = None
         self._near: int | None = None
 
     def open(self, host: Arena, device_bytes: int) -> None:
-        """See `lanes.Lanes`. Raises `BudgetError` where the device has no room for its arena."""
+        """See `lanes.Lanes`. By the thread that will compute. Raises `BudgetError` where the device has no room for its
+        arena.
+        """
         try:
             self._arena = torch.empty(device_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
@@ -125,12 +130,15 @@ class CudaLanes:
                 f"{free_bytes} of {total_bytes} free. Fix: a smaller device budget, or end what else uses the device."
             ) from error
         self._host = host
-        lanes: tuple[Lane, ...] = ("h2d", "d2h", "update")
+        lanes: tuple[Lane, ...] = ("h2d", "d2h", "update", "compute")
         self._streams: dict[Lane, torch.cuda.Stream] = {lane: torch.cuda.Stream(self.device) for lane in lanes}
         with torch.cuda.device(self.device):
             self.pin_line = self._pin(host)
+        torch.cuda.empty_cache()  # what the default stream has freed is of no use to another one
         torch.cuda.synchronize(self.device)  # whoever had the arena's memory before
         self._clock = _Clock(self.device)
+        self._before = torch.cuda.current_stream(self.device)
+        torch.cuda.set_stream(self._streams["compute"])
 
     def _pin(self, host: Arena) -> str:
         facts = PinFacts(
@@ -196,7 +204,7 @@ class CudaLanes:
         return event
 
     def begin_compute(self, after: Sequence[Event]) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._streams["compute"]
         _wait(stream, after)
         self._computing = CudaEvent(self._clock, stream)
 
@@ -211,7 +219,9 @@ class CudaLanes:
             return
         with suppress(RuntimeError):  # a device that failed has been told of by then
             torch.cuda.synchronize(self.device)
-        self._arena = None
+        if self._before is not None:
+            torch.cuda.set_stream(self._before)
+        self._arena = self._before = None
         self._host.unpin()
         self._host = None
 

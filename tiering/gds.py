@@ -45,7 +45,9 @@ TOLD = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EINVAL, errno.
 END = "EOF"
 """In what kvikio says where a file ends before a read does."""
 OTHER = "kvikio read back other bytes than it wrote"
-DEVICE_PATHS = ("gds", "compat", "uncounted")
+COMPAT = "compat"
+"""The path of device memory through a buffer in RAM."""
+DEVICE_PATHS = ("gds", COMPAT, "uncounted")
 FAULTS = (OSError, RuntimeError, ValueError, TypeError, AttributeError)
 """What kvikio raises; the last ones: another version's names and arguments."""
 

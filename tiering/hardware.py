@@ -105,10 +105,14 @@ def all_drives(drives: Sequence[Drive]) -> tuple[Rate, Rate, Rate | None]:
     return read, write, together(mixed) if len(mixed) == len(drives) else None
 
 
-def all_direct(drives: Sequence[Drive]) -> Rate | None:
-    """direct_read of several drives together; None if one of them cannot."""
-    rates = [drive.direct_read for drive in drives if drive.direct_read is not None]
-    return together(rates) if len(rates) == len(drives) else None
+def all_direct(rates: Sequence[Rate | None], link: Rate | None) -> Rate | None:
+    """`Hardware.direct_read` of several drives, whose link to the device is one; None if a drive cannot, and without a
+    device.
+    """
+    known = [rate for rate in rates if rate is not None]
+    if link is None or len(known) < len(rates):
+        return None
+    return min(together(known), link, key=lambda rate: rate.per_s)
 
 
 def together(rates: Sequence[Rate]) -> Rate:

@@ -221,7 +221,9 @@ class HardwareFile(_Strict):
             h2d=device.h2d_pinned.rate() if device else None,
             d2h=device.d2h_pinned.rate() if device else None,
             device_update=device.update.rate() if device and device.update else None,
-            direct_read=all_direct(drives) if device else None,
+            direct_read=all_direct([drive.direct_read for drive in drives], device.h2d_pinned.rate())
+            if device
+            else None,
             io_steals=self.host.io_steals,
         )
 

@@ -32,7 +32,7 @@ class Lender:
         """Of HOST alone, as an engine moves them."""
         return self._arena.view(x.address, x.address + x.nbytes)
 
-    def moved(self, x: Operand) -> memoryview | torch.Tensor:
+    def for_engine(self, x: Operand) -> memoryview | torch.Tensor:
         """Of either, as an engine moves them."""
         return self.bytes(x) if x.tier == "DEVICE" else self.view(x)
 

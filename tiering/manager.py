@@ -83,9 +83,15 @@ class Manager:
         self.trace = Trace()
         self.arena = Arena(plan.host_bytes)
         self.lanes = lanes
+        self._registered: torch.Tensor | None = None
+        self.engine_line = ""
         try:
             lanes.open(self.arena, plan.device_bytes)
+            if plan.knobs.direct:
+                self._registered = lanes.tensor(0, plan.device_bytes)
+                self.engine_line = engine.register(self._registered)
         except BaseException:
+            lanes.close()
             self.arena.close()
             raise
         self.pipeline = Pipeline(
@@ -98,8 +104,6 @@ class Manager:
             trace=self.trace,
             queue_depth=plan.queue_depth,
         )
-        self.engine_line = ""
-        self._registered: torch.Tensor | None = None
         self._saved_updates = 0
 
     @classmethod
@@ -170,21 +174,13 @@ class Manager:
                     f"{engine.name} cannot: {engine.device_refusal}. Fix: tiers.direct_reads: off"
                 )
             manager = cls(plan, store, engine, update, serial=serial, lanes=lanes)
-            registered = manager._register()
-            manager.engine_line = f"{why}; {registered}" if registered else why
+            manager.engine_line = "; ".join(filter(None, (why, manager.engine_line)))
             return manager
         except BaseException:
             if engine is not None:
                 engine.close()
             store.close()
             raise
-
-    def _register(self) -> str:
-        """Tells the engine of the arena that it reads into, where it does; in one line what that brought."""
-        if not self.plan.knobs.direct:
-            return ""
-        self._registered = self.lanes.tensor(0, self.plan.device_bytes)
-        return self.engine.register(self._registered)
 
     def put(self, block: str, fill: Callable[[torch.Tensor], object]) -> None:
         """Set a durable block on NVME from `fill`, which is given its bytes (flat uint8). Before `load` only."""

@@ -169,11 +169,11 @@ def quick_rates(
 
 def direct_read_rate(path: Path, engine: IOEngine, device: torch.device, *, memory: int, depth: int) -> Rate:
     """`Hardware.direct_read` of the drive of `path`, in a fraction of a second, by an engine that moves memory of
-    `device`. memory: bytes of either that measuring may take. Raises what the engine raises.
+    `device`. memory: bytes of either that measuring may take. Raises what the engine and the device's allocator raise.
     """
     request_bytes = _within(QUICK_BYTES, request_size(memory))
     with probe_file(path, engine, nbytes=QUICK_BYTES, request_bytes=request_bytes, memory=memory) as file:
-        return file.rate_into(device, depth=depth, request_bytes=request_bytes)
+        return file.rate_into(device, depth=min(depth, memory // request_bytes), request_bytes=request_bytes)
 
 
 def measure_drive(

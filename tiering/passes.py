@@ -160,7 +160,7 @@ class Pass:
         for waited, back in actions[index].after:
             reached = self.is_issued if self.on_device[waited] else self.is_done
             if back == 0 and not reached[waited] and actions[waited].verb is not Verb.DROP:
-                return actions[waited].name
+                return actions[waited].title
         return "an earlier action"
 
     def queued(self, index: int) -> Queued:

@@ -42,6 +42,7 @@ added to those before over made-up steps, machines and budgets.
 _MOST_TILES = 16
 """Tiles of the largest block: tiles grow with it, so that a schedule stays some thousand lines long."""
 _DIRECT_AHEAD = (2, 4)
+"""Computing ops ahead of an N2D: it has a drive to wait for, and no stay in HOST to be ahead in."""
 _LEAN, _NEAR_LIMIT = (3 / 4, 1 / 2, 1 / 4), 1.01
 """Lanes that take the first ready action can lose some time by a byte more in HOST (an anomaly of list scheduling). So
 that nobody pays for it, a plan that is not near its bound is held against some that leave a part of the budget unused.
@@ -111,9 +112,8 @@ def make_plan(
 
     resident: the share of durable bytes to pin in HOST, 0 to 1; None: as much as fits. device_budget: bytes of a device
     with memory of its own; None: ops compute on HOST. update_there: updates run on it too. candidates: knobs to try,
-    quickly; None: the usual ones. With `hardware.direct_read` a plan that reads straight into the device is tried too;
-    it never makes fit what does not fit without. Raises `ShortError` with the sum line by line and the smallest budget
-    that works.
+    quickly; None: the usual ones. With `hardware.direct_read` a plan that reads straight into the device is tried once
+    one is found that fits. Raises `ShortError` with the sum line by line and the smallest budget that works.
     """
     knobs, thorough = (_scaled(workload), True) if candidates is None else (candidates, False)
     if device_budget is None:
@@ -125,7 +125,7 @@ def make_plan(
         kept = on_device(workload, keep, update=update_there)
         plan = _rather(plan, kept, hardware, budget, resident, [plan.knobs], thorough)
     if hardware.direct_read is not None:
-        ahead = sorted({plan.knobs.copies_ahead, *_DIRECT_AHEAD})  # there is no stay in HOST to be ahead in
+        ahead = sorted({plan.knobs.copies_ahead, *_DIRECT_AHEAD})
         direct = [replace(plan.knobs, direct=True, copies_ahead=ops) for ops in ahead]
         plan = _rather(plan, plan.workload, hardware, budget, resident, direct, False)
     return plan
@@ -204,8 +204,11 @@ def _in_better_order(
 
 def _promising(workload: Workload, hardware: Hardware, draft: Draft, best: Timeline) -> bool:
     """False if the bound of a pass alone says that it cannot be better: then it need not be simulated."""
-    read = max(rate.per_s for rate in (hardware.read, hardware.direct_read) if rate is not None)
-    io_s = (draft.read_bytes / read + draft.written_bytes / hardware.write.per_s) * (
+    direct_bytes = sum(draft.direct.values())
+    read_s = (draft.read_bytes - direct_bytes) / hardware.read.per_s
+    if direct_bytes and hardware.direct_read is not None:
+        read_s += direct_bytes / hardware.direct_read.per_s
+    io_s = (read_s + draft.written_bytes / hardware.write.per_s) * (
         hardware.mixed_stretch() if draft.read_bytes and draft.written_bytes else 1.0
     )
     least_s = max(io_s, best.limit_s if best.bottleneck != "NVMe" else 0.0)

@@ -69,11 +69,16 @@ class ProbeFile:
         return self.named(what, moved / took_s, moved, depth, request_bytes)
 
     def rate_into(self, device: torch.device, *, depth: int, request_bytes: int) -> Rate:
-        """Bytes/s of reading the whole file into memory of `device`. Raises what the engine raises."""
-        there = [torch.empty(request_bytes, dtype=torch.uint8, device=device) for _ in range(depth)]
-        begin_s = time.perf_counter()
-        moved = self._move("R", depth, request_bytes, self.nbytes, lambda: True, there)
-        rate = self.named("read", moved / max(time.perf_counter() - begin_s, 1e-9), moved, depth, request_bytes)
+        """Bytes/s of reading the whole file into memory of `device`. Raises what the engine and the allocator raise."""
+        there = torch.empty(depth * request_bytes, dtype=torch.uint8, device=device)
+        self._engine.register(there)
+        try:
+            begin_s = time.perf_counter()
+            moved = self._move("R", depth, request_bytes, self.nbytes, lambda: True, there.split(request_bytes))
+            took_s = max(time.perf_counter() - begin_s, 1e-9)
+        finally:
+            self._engine.deregister(there)
+        rate = self.named("read", moved / took_s, moved, depth, request_bytes)
         return replace(rate, how=f"into memory of {device.type}, {rate.how}")
 
     def timed(

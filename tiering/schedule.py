@@ -54,7 +54,7 @@ class Operand:
 
     def __str__(self) -> str:
         mode = ("r" if self.reads else "") + ("w" if self.writes else "")
-        place = f"@{self.address}" if self.tier == "HOST" else f"@{self.tier}:{self.address}"
+        place = {"HOST": f"@{self.address}", "NVME": "@NVME"}.get(self.tier, f"@{self.tier}:{self.address}")
         return f"{self.block}[{self.lo}:{self.hi}]{place}" + (f":{mode}" if mode else "")
 
 
@@ -76,9 +76,12 @@ class Action:
         return sum([operand.hi - operand.lo for operand in self.operands])
 
     @property
-    def read_bytes(self) -> int:
-        """What it brings from NVME."""
-        return self.operands[0].nbytes if self.verb in (Verb.READ, Verb.N2D) else 0
+    def title(self) -> str:
+        """Its name for a person: that of a copy's op would hide that a drive makes it."""
+        if self.verb is not Verb.N2D:
+            return self.name
+        x = self.operands[0]
+        return f"{self.verb} {x.block}[{x.lo}:{x.hi}]"
 
     @property
     def updates_there(self) -> bool:
@@ -131,6 +134,7 @@ class Schedule:
 
 
 def moved_bytes(actions: Sequence[Action], verb: Verb) -> int:
+    """Of all operands: a copy has two."""
     return sum(action.nbytes for action in actions if action.verb is verb)
 
 

@@ -72,7 +72,7 @@ def seconds(action: Action, op_s: Mapping[str, float], hardware: Hardware) -> fl
         return action.nbytes / hardware.read.per_s
     if action.verb is Verb.N2D:
         assert hardware.direct_read is not None, f"{action} needs a drive that reads into the device"
-        return action.read_bytes / hardware.direct_read.per_s
+        return action.operands[0].nbytes / hardware.direct_read.per_s
     if action.verb is Verb.WRITE:
         return action.nbytes / hardware.write.per_s
     if action.verb is Verb.DROP:

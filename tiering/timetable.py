@@ -50,7 +50,7 @@ def _span(schedule: Schedule, slot: Slot, updates: Sequence[Slot]) -> Span:
     what, nbytes = kind_of(action)
     return Span(
         what=what,
-        name=action.name,
+        name=action.title,
         begin_s=slot.begin_s,
         end_s=slot.end_s,
         nbytes=nbytes,

@@ -78,6 +78,7 @@ class Transfers:
         self._stopped = False
         self._left: dict[tuple[int, int], list[float]] = {}  # of a transfer: requests, and when it was cut
         self._sums: dict[tuple[str, int], Sums | None] = {}  # by block and first byte, of what will be written
+        self._comparing = threading.Lock()  # bytes of a device, of which HOST has no more than one request at a time
         self._late = ThreadPoolExecutor(1, thread_name_prefix="io-late")
 
     def put(self, pass_: Pass, index: int) -> None:
@@ -125,7 +126,7 @@ class Transfers:
         """Cut a transfer into requests of at most LONGEST_BYTES."""
         action = pass_.schedule.actions[index]
         x = action.operands[0]
-        view = self._lender.moved(action.operands[-1])
+        view = self._lender.for_engine(action.operands[-1])
         extents = self._store.write_extents if action.verb is Verb.WRITE else self._store.read_extents
         count = 0
         for lo in range(x.lo, x.hi, LONGEST_BYTES):
@@ -171,7 +172,7 @@ class Transfers:
         x = request.operand
         self._sums.pop((x.block, x.lo), None)
         action = pass_.schedule.actions[index]
-        self._trace.add(action.verb, action.name, left[1], x.nbytes, at=pass_.at(index))
+        self._trace.add(action.verb, action.title, left[1], x.nbytes, at=pass_.at(index))
         self._tell(pass_, index, None)
 
     def _summed(self, request: _Request) -> BaseException | None:
@@ -185,7 +186,8 @@ class Transfers:
             elif isinstance(view, memoryview):
                 self._store.compare(x.block, begin, view)
             elif self._store.to_compare(x.block, begin, end):  # once a run: after that nothing comes to HOST
-                self._store.compare(x.block, begin, view.cpu().numpy().data)
+                with self._comparing:
+                    self._store.compare(x.block, begin, view.cpu().numpy().data)
         except BaseException as error:  # raised in a callback it would be lost, and everybody would wait for ever
             return error
         return None

@@ -132,7 +132,7 @@ class _Loop:
             self._home(name).copy_(words)
 
     def run(self) -> None:
-        moved = [action for action in self._schedule.actions if action.lane == "io"]
+        moved = [action for action in self._schedule.actions if action.verb in (Verb.READ, Verb.WRITE, Verb.N2D)]
         assert not moved, f"everything is at home in HOST, and this moves: {moved[0]}"
         for _ in range(PASSES):
             self._before, self._now = self._now, {}

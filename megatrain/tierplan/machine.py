@@ -55,6 +55,8 @@ def machine(
     if on_cpu:
         _refuse_without_gpu(gpu_flops, precision, update_on, gds)
     drives = _drives(nvme, file)
+    if gds:
+        drives = tuple(map(_with_gds, drives))
     read, write, mixed = all_drives(drives)
     if on_cpu:
         base, title = _on_cpu(file, cpu_flops)
@@ -69,23 +71,19 @@ def machine(
             )
         device_memory = card_memory if device_memory is None else device_memory
         title = f"{title} with {format_size(device_memory)}"
+    direct = all_direct([drive.direct_read for drive in drives], base.h2d)
     return Machine(
         title=f"{title}; {_drives_title(drives)}",
-        hardware=replace(base, read=read, write=write, mixed=mixed, direct_read=_direct_read(drives, gds, base.h2d)),
+        hardware=replace(base, read=read, write=write, mixed=mixed, direct_read=direct),
         drives=drives,
         device_memory=device_memory,
         host_memory=None if file is None else file.host.memory_bytes,
     )
 
 
-def _direct_read(drives: Sequence[Drive], gds: bool, link: Rate | None) -> Rate | None:
-    """As measured, where all drives are from the file; link: to the GPU, which those of --gds share."""
-    if link is None:
-        return None
-    if not gds:
-        return all_direct(drives)
-    slowest = min(all_drives(drives)[0], link, key=lambda rate: rate.per_s)
-    return replace(slowest, source="assumed", how="--gds: as fast as into RAM, or as the link")
+def _with_gds(drive: Drive) -> Drive:
+    """A drive that reads into the GPU as fast as into RAM."""
+    return replace(drive, direct_read=replace(drive.read, source="assumed", how="--gds: as fast as into RAM", date=""))
 
 
 def _drives(nvme: Sequence[str], file: HardwareFile | None) -> tuple[Drive, ...]:

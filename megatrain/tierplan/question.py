@@ -29,7 +29,7 @@ from megatrain.workspace import (
     compute_lines,
 )
 from tiering.errors import BudgetError
-from tiering.hardware import RATE_UNITS, Drive, Hardware, all_drives
+from tiering.hardware import RATE_UNITS, Drive, Hardware, all_direct, all_drives
 from tiering.plan import Line, Plan, ShortError, frugal
 from tiering.turns import Knobs
 from tiering.workload import Tier, Workload
@@ -79,7 +79,9 @@ class Question:
     def with_drives(self, drives: Sequence[Drive]) -> "Question":
         """The same question with these drives behind the NVME tier."""
         read, write, mixed = all_drives(drives)
-        return replace(self, drives=tuple(drives), hardware=replace(self.hardware, read=read, write=write, mixed=mixed))
+        direct = all_direct([drive.direct_read for drive in drives], self.hardware.h2d)
+        hardware = replace(self.hardware, read=read, write=write, mixed=mixed, direct_read=direct)
+        return replace(self, drives=tuple(drives), hardware=hardware)
 
 
 class ShortageError(BudgetError):
