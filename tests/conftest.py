@@ -1,6 +1,7 @@
 """Fixtures that more than one test file uses.
 
-Scope: a small valid run file in a temporary folder. Not here: what only one test file needs.
+Scope: a small valid run file in a temporary folder; `slow` values of a parameter.
+Not here: what only one test file needs.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,11 @@ from tiering.hardware import assumed_hardware
 TEXT = "".join(f"line {n}: the quick brown fox jumps over the lazy dog\n" for n in range(40))
 
 RunFile = Callable[..., Path]
+
+
+def slow(*values: Any, id: str | None = None) -> Any:  # pytest's own name for it
+    """Values of a parameter that are left out otherwise."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RunFile
+from conftest import RunFile, slow
 from small_runs import small_llama, state, train
 from streams import OutOfOrderLanes
 from toy import toy_units, toy_workload
@@ -47,7 +47,7 @@ def plan(
 
 @pytest.mark.parametrize("device", DEVICE)
 @pytest.mark.parametrize("mode", ["fused", "deferred", "mixed"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [slow(False, id="untied"), pytest.param(True, id="tied")])
 def test_copies_that_are_late_and_out_of_order_change_no_byte(
     tmp_path: Path, mode: str, device: str, tied: bool
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from committed_runs import QUIET, parameters, same_bits
-from conftest import RunFile
+from conftest import RunFile, slow
 from models import MODELS, TIED
 from streams import OutOfOrderLanes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -185,7 +185,13 @@ class NoWait(TorchDispatchMode):
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
 @pytest.mark.parametrize(
-    ("model", "place"), [("llama", "host"), ("gpt2", "host"), ("gemma3", "host"), ("llama", "device")]
+    ("model", "place"),
+    [
+        ("llama", "host"),
+        slow("gpt2", "host"),
+        slow("gemma3", "host"),
+        ("llama", "device"),
+    ],
 )
 def test_the_host_asks_for_no_value_between_the_first_op_and_the_end_of_backward(
     run_file: RunFile, pretend: Pretend, tmp_path: Path, model: str, clip: float | None, place: str
@@ -258,7 +264,12 @@ def test_a_device_that_runs_out_of_memory_in_a_step_is_told_with_the_sum(
 
 @pytest.mark.parametrize(
     ("clip", "place", "precision"),
-    [(None, "host", "fp32"), (None, "device", "fp32"), (0.5, "device", "fp32"), (0.5, "device", "bf16")],
+    [
+        (None, "host", "fp32"),
+        slow(None, "device", "fp32"),
+        slow(0.5, "device", "fp32"),
+        (0.5, "device", "bf16"),
+    ],
 )
 def test_a_run_on_a_device_is_resumed_and_validated_with_the_bits_of_the_cpu(
     run_file: RunFile, pretend: Pretend, tmp_path: Path, clip: float | None, place: str, precision: str

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from committed_runs import QUIET
-from conftest import RunFile
+from conftest import RunFile, slow
 from models import MODELS, TIED
 from streams import OutOfOrderLanes
 from test_device_lanes import edges, matters, unseen_without, without
@@ -67,7 +67,14 @@ def plan(mode: str, device: str, host_bytes: int = SOME_HOST, *, tied: bool = Fa
 
 
 @pytest.mark.parametrize("device", DEVICE)
-@pytest.mark.parametrize(("mode", "tied"), [("fused", False), ("deferred", False), ("mixed", True)])
+@pytest.mark.parametrize(
+    ("mode", "tied"),
+    [
+        slow("fused", False),
+        slow("deferred", False),
+        ("mixed", True),
+    ],
+)
 def test_updates_that_are_late_and_out_of_order_change_no_byte(
     tmp_path: Path, mode: str, device: str, tied: bool
 ) -> None:
@@ -88,8 +95,8 @@ def test_updates_that_are_late_and_out_of_order_change_no_byte(
     [
         ("fused", False, "tight"),
         ("mixed", True, "roomy"),
-        pytest.param("deferred", False, "tight", marks=pytest.mark.slow),
-        pytest.param("deferred", False, "roomy", marks=pytest.mark.slow),
+        slow("deferred", False, "tight"),
+        slow("deferred", False, "roomy"),
     ],
 )
 def test_updates_that_make_a_copy_to_compute_with_change_no_byte(
@@ -130,7 +137,7 @@ def _unseen(root: Path, mode: str, device: str, most: int, *, bf16: bool) -> tup
     [
         ("fused", "tight", False),
         ("fused", "tight", True),
-        pytest.param("deferred", "roomy", False, marks=pytest.mark.slow),
+        slow("deferred", "roomy", False),
     ],
 )
 def test_the_stand_in_sees_a_missing_edge_of_an_update(
@@ -297,7 +304,7 @@ def test_what_fits_only_with_updates_on_the_device_is_trained_there() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize("model", ["llama", "mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["llama", *(slow(name) for name in ("mixtral", "gpt2"))])
 def test_a_run_with_device_updates_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, pretend: Pretend, model: str, clip: float | None
 ) -> None:
@@ -313,7 +320,7 @@ def test_a_run_with_device_updates_equals_the_plain_loop_bit_for_bit(
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize("model", ["llama", pytest.param("mixtral", marks=pytest.mark.slow), "llama-tied"])
+@pytest.mark.parametrize("model", ["llama", slow("mixtral"), "llama-tied"])
 def test_a_bf16_run_with_device_updates_equals_the_plain_bf16_loop_bit_for_bit(
     run_file: RunFile, pretend: Pretend, model: str, clip: float | None
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from committed_runs import QUIET, parameters, run_in, same_bits
 from committed_runs import trained as trained_run
-from conftest import RunFile
+from conftest import RunFile, slow
 from models import MODELS
 from small_runs import small_llama, state, train
 from streams import DirectEngine, OutOfOrderLanes
@@ -66,7 +66,7 @@ def plan(mode: str, device: str, *, there: bool = False) -> Plan:
 
 @pytest.mark.parametrize("device", DEVICE)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("mode", ["fused", "deferred", "mixed"])
+@pytest.mark.parametrize("mode", ["fused", *(slow(mode) for mode in ("deferred", "mixed"))])
 def test_what_is_read_straight_into_the_device_changes_no_byte(
     tmp_path: Path, mode: str, place: str, device: str
 ) -> None:

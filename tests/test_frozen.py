@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zarr
-from conftest import RunFile
+from conftest import RunFile, slow
 from models import MODELS
 from rich.console import Console
 
@@ -46,7 +46,7 @@ def run_both(run_file: RunFile, changes: dict[str, Any]) -> dict[str, Any]:
     return verify(load_run(run_file(PLACED | changes)), 3, Console(quiet=True))
 
 
-@pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
+@pytest.mark.parametrize("clip", [slow(None, id="fused"), pytest.param(0.5, id="clipped")])
 @pytest.mark.parametrize("frozen", PATTERNS)
 def test_frozen_parameters_stay_and_the_others_have_the_bits_of_the_plain_loop(
     run_file: RunFile, frozen: str, clip: float | None

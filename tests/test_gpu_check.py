@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow
 from kvikio_stand_in import StandIn, install
 from streams import OutOfOrderLanes
 
@@ -90,7 +91,10 @@ def test_every_check_has_a_name_what_it_needs_and_a_time() -> None:
     assert sum(check.limit_s for check in CHECKS[:6]) < gpu_check.BUDGET_S, "even if all of them hang"
 
 
-@pytest.mark.parametrize("needs", sorted({check.needs for check in CHECKS}, key=len), ids=len)
+NEEDS = sorted({check.needs for check in CHECKS}, key=len)
+
+
+@pytest.mark.parametrize("needs", [NEEDS[0], *(slow(needs) for needs in NEEDS[1:-1]), NEEDS[-1]], ids=len)
 def test_what_a_check_needs_is_all_that_it_imports(tmp_path: Path, needs: tuple[str, ...]) -> None:
     """P6: with these packages and no other one of the list its module can be imported."""
     modules = [check.place.partition(":")[0] for check in CHECKS if check.needs == needs]
@@ -396,9 +400,9 @@ def test_models_larger_than_what_they_are_given_train_to_the_same_bits(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("io_bound", marks=pytest.mark.slow),
+        slow("io_bound"),
         "pcie_bound",
-        pytest.param("compute_bound", marks=pytest.mark.slow),
+        slow("compute_bound"),
     ],
 )
 def test_a_fraction_of_the_limit_has_its_parts(rig: Rig, pretend: None, name: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import slow
 from power_cut import Recording, recorded
 from store_bytes import (
     IDENTITY,
@@ -424,9 +425,7 @@ def test_thousands_of_power_cuts_leave_the_last_commit_and_all_that_are_kept(tmp
     "what",
     [
         "/.slots/a/",
-        ".checksums.a",
-        pytest.param("/step-00000003", marks=pytest.mark.slow),
-        "/.history",
+        *(slow(what) for what in (".checksums.a", "/step-00000003", "/.history")),
         ".manifest.new",
     ],
 )

@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
-from conftest import RunFile
+from conftest import RunFile, slow
 from models import MODELS, TIED
 from rich.console import Console
 
@@ -36,9 +36,7 @@ def setting(resident: float, clip: float | None, micro_batch: int, serial: bool)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["fused", "clipped"])
-@pytest.mark.parametrize(
-    "resident", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("resident", [slow(0), 0.5, slow(1)])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_tiered_run_equals_the_plain_loop_bit_for_bit(
     run_file: RunFile, model: str, resident: float, clip: float | None
@@ -62,9 +60,7 @@ def test_a_tiered_run_equals_the_plain_loop_bit_for_bit(
         assert result["losses"][0] > result["losses"][-1], shown
 
 
-@pytest.mark.parametrize(
-    "model", ["llama-tied", *(pytest.param(m, marks=pytest.mark.slow) for m in TIED if m != "llama-tied")]
-)
+@pytest.mark.parametrize("model", ["llama-tied", *(slow(m) for m in TIED if m != "llama-tied")])
 def test_tied_weights_have_the_same_bits_in_every_placement(run_file: RunFile, model: str) -> None:
     """P1, MA-12: with several micro-batches tied models leave the plain loop by a rounding, but all in the same way."""
     results = {}
@@ -83,7 +79,7 @@ def test_gradients_on_nvme_give_the_same_bits_as_gradients_in_ram(run_file: RunF
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1])
-@pytest.mark.parametrize("resident", [0, 0.5])
+@pytest.mark.parametrize("resident", [0, slow(0.5)])
 def test_when_a_unit_is_updated_never_changes_a_number(run_file: RunFile, share: float, resident: float) -> None:
     """P1, I8: updates of some units wait for the next forward; a flush ends the last step."""
     for serial in (False, True):

@@ -105,7 +105,7 @@ def scheduled(schedule: str, **more: Any) -> dict[str, Any]:
     "when",
     [
         pytest.param({"tiers.late_updates": 0}, id="at-once"),
-        pytest.param({"tiers.late_updates": 0.5}, id="late"),
+        pytest.param({"tiers.late_updates": 0.5}, id="late", marks=pytest.mark.slow),
         pytest.param({"train.max_grad_norm": 0.5}, id="clipped"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow
 from families import FAMILIES
 from models import MODELS, TIED
 from transformers import AutoModelForCausalLM
@@ -104,7 +105,7 @@ CHUNKS = (36, 40, 2, 10**6)
 """Of 24 positions: 6 or 12 a chunk (they divide), 6 or 13, one, all."""
 
 
-@pytest.mark.parametrize("micro_batch", [6, 3])
+@pytest.mark.parametrize("micro_batch", [slow(6), 3])
 @pytest.mark.parametrize("model", CHUNKED)
 def test_chunks_of_the_loss_give_the_bits_of_a_plain_loop_over_the_same_chunks(model: str, micro_batch: int) -> None:
     """P1, I8: loss and every gradient, one micro-batch and two, whatever the length of a chunk."""

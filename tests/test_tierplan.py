@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import slow
 from rich.console import Console
 
 from megatrain.catalog.known_models import resolve_model
@@ -200,7 +201,7 @@ LOGITS_TOO_MANY = [
 ]
 
 
-@pytest.mark.parametrize("options", LOGITS_TOO_MANY)
+@pytest.mark.parametrize("options", [LOGITS_TOO_MANY[0], slow(LOGITS_TOO_MANY[1])])
 def test_chunks_are_advised_before_a_smaller_micro_batch(invoke: Invoke, options: str) -> None:
     """P2: where the logits alone are too many; the largest power of two that works, and twice as much does not."""
     code, out, err = invoke(options)
@@ -232,13 +233,15 @@ def test_what_passes_through_is_on_the_bill_before_anything_is_pinned() -> None:
 REFUSED = [
     "--model qwen3-4b --host-memory 2GiB --nvme (7,6) --tokens 8192",
     "--model qwen3-0.6b --host-memory 24GiB --nvme (7,6) --tokens 131072 --micro-batch 16",
+    "--model qwen3-0.6b --host-memory 3GiB --gpu rtx4090 --device-memory 2GiB --nvme (7,6) --tokens 8192",
+]
+SLOWLY_REFUSED = [
     "--model qwen3-1.7b --host-memory 64GiB --gpu rtx3060-12gb --device-memory 8GiB --nvme (7,6) --tokens 131072",
     "--model smollm2-135m --host-memory 1GiB --nvme (7,6) --tokens 8192 --clip",
-    "--model qwen3-0.6b --host-memory 3GiB --gpu rtx4090 --device-memory 2GiB --nvme (7,6) --tokens 8192",
 ]
 
 
-@pytest.mark.parametrize("options", REFUSED)
+@pytest.mark.parametrize("options", [*REFUSED, *(slow(options) for options in SLOWLY_REFUSED)])
 def test_a_refusal_names_changes_that_work(invoke: Invoke, options: str) -> None:
     """P2: exit code 2, the sum line by line, and each piece of advice, taken, plans."""
     code, out, err = invoke(options)
@@ -300,7 +303,12 @@ def test_a_wrong_option_is_one_error_that_says_how_to_fix_it(invoke: Invoke, opt
 
 
 @pytest.mark.parametrize(
-    "options", [SMALL, f"{SMALL} --clip", SMALL_GPU, pytest.param(f"{SMALL_GPU} --clip", marks=pytest.mark.slow)]
+    "options",
+    [
+        SMALL,
+        f"{SMALL} --clip",
+        *(slow(options) for options in (SMALL_GPU, f"{SMALL_GPU} --clip")),
+    ],
 )
 def test_the_sums_of_the_report_add_up(invoke: Invoke, options: str) -> None:
     """P2, P5: every tier's lines are its bytes, every kind is somewhere, bounds enclose the simulated step."""

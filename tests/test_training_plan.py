@@ -7,6 +7,7 @@ schedules (`test_lower.py`, `test_plan.py`).
 from dataclasses import replace
 
 import pytest
+from conftest import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from toy import toy_units
@@ -63,7 +64,7 @@ def test_where_one_resource_is_the_limit_no_update_waits(balance: float) -> None
     assert not late_of(planned(balance))
 
 
-@pytest.mark.parametrize("late", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("late", [slow(0.25), 0.5, slow(1.0)])
 def test_a_share_that_is_asked_for_is_the_share_of_the_plan(late: float) -> None:
     """P5: `tiers.late_updates` is a setting, not a hint."""
     plan = planned(1.0, late)
