@@ -12,7 +12,9 @@ from megatrain.errors import UserError
 
 
 def check_files(run: RunConfig) -> None:
-    """Raises UserError for a model, data or tokenizer file that is missing, or an output folder that is a file."""
+    """Raises UserError for a model, data or tokenizer file that is missing, and for an output folder that is a file or
+    cannot be written.
+    """
     check_data_files(run.data, run.model.json_config()["model_type"])
     folder = run.output.dir
     nearest = next(path for path in (folder, *folder.parents) if path.exists())

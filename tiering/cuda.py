@@ -205,6 +205,7 @@ class CudaLanes:
 
     def begin_compute(self, after: Sequence[Event]) -> None:
         stream = self._streams["compute"]
+        torch.cuda.set_stream(stream)  # others may have been opened since
         _wait(stream, after)
         self._computing = CudaEvent(self._clock, stream)
 

@@ -68,7 +68,7 @@ def lower(workload: Workload, program: Program, placement: Placement, knobs: Kno
 class Draft:
     """A schedule whose memory is known and whose actions are not written out yet: enough to see whether it fits.
 
-    cut: by the same knobs. direct: bytes that go from NVME to the device at a turn, by block and turn. read_bytes,
+    cut: by the same knobs. direct_bytes: what goes from NVME to the device, by block and turn. read_bytes,
     written_bytes: what a pass moves. host_bytes, ring_bytes, device_bytes: as in `Schedule`.
     """
 
@@ -78,7 +78,7 @@ class Draft:
         self.placement = placement
         self.knobs = knobs
         self.stays: list[_Stay] = []
-        self.direct: dict[tuple[str, int], int] = {}
+        self.direct_bytes: dict[tuple[str, int], int] = {}
         self.ring_tiles: dict[Lane, dict[int, list[_Stay]]] = {}
         for name, accesses in self._moved().items():
             self._stay(self.workload.blocks[name], accesses)
@@ -90,7 +90,7 @@ class Draft:
         self.host_bytes = self._place("HOST", placement.fixed_bytes + self.ring_bytes)
         self.device_bytes = self._place("DEVICE", 0)
         self.read_bytes = sum(stay.hi - stay.lo for stay in self.stays if stay.fill is not None)
-        self.read_bytes += sum(self.direct.values())
+        self.read_bytes += sum(self.direct_bytes.values())
         self.written_bytes = sum(hi - lo for stay in self.stays for _, lo, hi in stay.writes)
 
     @property
@@ -120,7 +120,7 @@ class Draft:
         for stay in self.stays:
             read = stay.hi - stay.lo if stay.fill is not None else 0
             moved[stay.block] += read + sum(hi - lo for _, lo, hi in stay.writes)
-        for (block, _), nbytes in self.direct.items():
+        for (block, _), nbytes in self.direct_bytes.items():
             moved[block] += nbytes
         return moved
 
@@ -142,12 +142,12 @@ class Draft:
             if block.life != "local" and all(access.op.tiled for access in group):
                 for access in group:
                     if self._is_direct(block, access):
-                        self.direct[block.name, access.turn] = access.hi - access.lo
+                        self.direct_bytes[block.name, access.turn] = access.hi - access.lo
                         continue
                     tiles = self.ring_tiles.setdefault(access.op.lane, {})
                     tiles.setdefault(access.turn, []).append(self._tile(block, access))
             elif len(group) == 1 and self._is_direct(block, group[0]):
-                self.direct[block.name, group[0].turn] = block.nbytes
+                self.direct_bytes[block.name, group[0].turn] = block.nbytes
             else:
                 stay = self._whole(block, group)
                 if block.life == "passing" and (number == len(groups) - 1 or groups[number + 1][0].defines):
@@ -300,7 +300,7 @@ class Draft:
         """Of the turn `index`. stays: by block and turn; what has none is at home, or comes straight from NVME."""
         block = self.workload.blocks[touch.block]
         lo, hi = self.turns[index].part(block.nbytes)
-        if (touch.block, index) in self.direct:
+        if (touch.block, index) in self.direct_bytes:
             return Operand(block=touch.block, lo=lo, hi=hi, address=0, reads=True, writes=False, tier="NVME")
         stay = stays.get((touch.block, index))
         address = self.placement.address[touch.block] + lo if stay is None else stay.address + lo - stay.lo

@@ -171,7 +171,7 @@ class Manager:
             if plan.knobs.direct and engine.device_refusal:
                 raise EngineError(
                     f"the plan reads from {store.root} straight into memory of the device, and the engine "
-                    f"{engine.name} cannot: {engine.device_refusal}. Fix: tiers.direct_reads: off"
+                    f"{engine.name} cannot: {engine.device_refusal}. Fix: tiers.direct_reads: off, and --resume"
                 )
             manager = cls(plan, store, engine, update, serial=serial, lanes=lanes)
             manager.engine_line = "; ".join(filter(None, (why, manager.engine_line)))

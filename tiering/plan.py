@@ -5,8 +5,9 @@ Not here: how much of a budget can be pinned (`filling.py`), schedules themselve
 printing for a person (the caller).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tiering.device import on_device, worth_keeping
 from tiering.errors import BudgetError
@@ -123,26 +124,18 @@ def make_plan(
     keep = worth_keeping(workload, main_program(workload), device_budget - plan.device_bytes)
     if keep or thorough:
         kept = on_device(workload, keep, update=update_there)
-        plan = _rather(plan, kept, hardware, budget, resident, [plan.knobs], thorough)
+        plan = _rather(plan, partial(_best, kept, hardware, budget, resident, [plan.knobs], thorough))
     if hardware.direct_read is not None:
         ahead = sorted({plan.knobs.copies_ahead, *_DIRECT_AHEAD})
         direct = [replace(plan.knobs, direct=True, copies_ahead=ops) for ops in ahead]
-        plan = _rather(plan, plan.workload, hardware, budget, resident, direct, False)
+        plan = _rather(plan, partial(_best, plan.workload, hardware, budget, resident, direct, False))
     return plan
 
 
-def _rather(
-    plan: Plan,
-    workload: Workload,
-    hardware: Hardware,
-    budget: Budget,
-    resident: float | None,
-    candidates: Sequence[Knobs],
-    thorough: bool,
-) -> Plan:
-    """The best plan for `workload` with these knobs, if it is better than `plan`."""
+def _rather(plan: Plan, planned: Callable[[], Plan]) -> Plan:
+    """The other plan, if there is one and it is better."""
     try:
-        other = _best(workload, hardware, budget, resident, candidates, thorough)
+        other = planned()
     except BudgetError:
         return plan
     return other if _better(other.timeline, plan.timeline) else plan
@@ -204,7 +197,7 @@ def _in_better_order(
 
 def _promising(workload: Workload, hardware: Hardware, draft: Draft, best: Timeline) -> bool:
     """False if the bound of a pass alone says that it cannot be better: then it need not be simulated."""
-    direct_bytes = sum(draft.direct.values())
+    direct_bytes = sum(draft.direct_bytes.values())
     read_s = (draft.read_bytes - direct_bytes) / hardware.read.per_s
     if direct_bytes and hardware.direct_read is not None:
         read_s += direct_bytes / hardware.direct_read.per_s
